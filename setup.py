@@ -57,6 +57,8 @@ setup(
         # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
+        # trainer.backend.ep_dispatcher = "deep_ep" (docs/experts.md); its wheel is for Python 3.12
+        "deep_ep": ["tokenspeed-deepep==1.2.1.post20251110"],
         # agents that draw from the policy over HTTP (`gateway/`)
         "agents": ["starlette>=1.0,<2", "uvicorn>=0.54,<0.55", "httptools>=0.9,<0.10"],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],

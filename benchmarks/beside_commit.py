@@ -19,7 +19,7 @@ CPU it is that of the demo, with random weights.
 
     python -m benchmarks.beside_commit [--tar then.tar] [--quick] [--save] [PART ...]
 
-The parts are decode, rollout, train, control and demo. The commit is 61fd90ce, or that of a file of
+The parts are decode, rollout, train, control and demo. The commit is 174735e1, or that of a file of
 `git archive COMMIT spmd_rl examples`, such as a copy on a host without git.
 """
 
@@ -49,7 +49,7 @@ from benchmarks.shapes import VOCAB, write_folder
 from benchmarks.table import Row
 
 ROOT = Path(__file__).parents[1]
-COMMIT, BAR = "61fd90ce", 1.02
+COMMIT, BAR = "174735e1", 1.02
 GPU_TOKENIZER = ROOT / "examples/arithmetic/model-20m"
 PROMPTS, SAMPLES = 512, 8
 NOW, SHIPPED, THEN = "now", "as shipped", "then"

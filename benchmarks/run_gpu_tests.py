@@ -3,7 +3,8 @@
     python -m benchmarks.run_gpu_tests runs/gpu [tests/gpu/train ...] [--limit-s 540]
 
 `runs/gpu` gets a report and a log of each file of tests. A file that has a report there is passed
-over: after a limit in time the same command runs the rest. Use a new folder for new code.
+over: after a limit in time the same command runs the rest. Use a new folder for new code. Tests
+that are marked `alone` come last, when nothing else runs on their GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from benchmarks.table import RESULTS, read_results
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/gpu"
-SEATS = 3  # files that share a GPU
-KERNEL_WORKERS = 4  # of a file in kernels/, because most of its time goes into compiling
+MOST_WORKERS = 18  # that share a GPU: each has a context, and some GB of weights or pages
+PER_CORE = 9 / 8  # workers: now and then each waits for its GPU
+WORKERS = {"kernels": 4, "recipes": 3}  # of a file: kernels compile, recipes start processes
+ALONE = "alone"  # the mark of tests that have a GPU for themselves, in a run of their own
 HOST_THREADS = 4  # of a process of tests: with a thread a core each, all would wait for each other
 USUAL_S = 60.0  # of a file that no result knows
 END_S = 20.0  # for fixtures to end what they have started
@@ -34,65 +37,62 @@ UNFINISHED = "no report"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
 
 
-class Needs(NamedTuple):
-    """GPUs that a file of tests wants, and whether it shares them with other files."""
-
-    num_gpus: int = 1
-    alone: bool = False
-
-
-# in the order in which they start; alone are those that measure a GPU's free memory, or how soon a
-# lost rank is seen
-NEEDS = {
-    "recipes/test_two_gpus.py": Needs(2, alone=True),
-    "rollout/test_graphs.py": Needs(alone=True),
-    "train/test_offload.py": Needs(alone=True),
-    "offload/test_cycles.py": Needs(alone=True),
-    "offload/test_fsdp.py": Needs(alone=True),
-    "train/test_lora.py": Needs(alone=True),
-    "train/test_sleep.py": Needs(alone=True),
-    "train/test_activation_memory.py": Needs(alone=True),
-    "weights/test_slab.py": Needs(alone=True),
-    "rollout/test_sleep.py": Needs(alone=True),
-    "rollout/test_sglang.py": Needs(alone=True),
-    "recipes/test_sglang.py": Needs(4, alone=True),
-    "train/test_megatron.py": Needs(4),
-    "train/test_expert_ranks.py": Needs(4),
-    "recipes/test_expert_engines.py": Needs(4),
-    "train/test_shared_ranks.py": Needs(2),
-    "train/test_tensor_ranks.py": Needs(2),
-    "rollout/test_shared_models.py": Needs(8),
-    "recipes/test_shared_models.py": Needs(4),
-    "train/test_optimizers.py": Needs(2),
+# how many GPUs a file wants, if more than one
+NUM_GPUS = {
+    "recipes/test_sglang.py": 4,
+    "train/test_megatron.py": 4,
+    "recipes/test_two_gpus.py": 2,
+    "train/test_expert_ranks.py": 4,
+    "recipes/test_expert_engines.py": 4,
+    "train/test_shared_ranks.py": 2,
+    "train/test_tensor_ranks.py": 2,
+    "rollout/test_shared_models.py": 8,
+    "recipes/test_shared_models.py": 4,
+    "train/test_optimizers.py": 2,
 }
 
 
 class GpuFile(NamedTuple):
-    """A file of tests: its path below tests/gpu, what it needs, and how long it may take."""
+    """Tests of a file: its path below tests/gpu, the GPUs that they want, and how long they take.
+
+    Those that are marked `alone`, as they measure a GPU's free memory, are an entry of their own.
+    """
 
     name: str
-    needs: Needs
-    seconds: float
+    num_gpus: int = 1
+    alone: bool = False
+    seconds: float = USUAL_S
 
     @property
     def stem(self) -> str:
-        return self.name.removesuffix(".py").replace("/", ".")
+        stem = self.name.removesuffix(".py").replace("/", ".")
+        return f"{stem}.{ALONE}" if self.alone else stem
+
+    @property
+    def expected_s(self) -> float:
+        """How long it may take: files in kernels/ are shared among their workers."""
+        return self.seconds / self.workers if self.name.startswith("kernels/") else self.seconds
+
+    @property
+    def workers(self) -> int:
+        return 1 if self.alone else WORKERS.get(self.name.partition("/")[0], 1)
 
 
 class Host:
-    """GPUs of this host, and which files run on them.
+    """GPUs of this host, and which tests run on them, in so many workers a GPU.
 
     A file that wants more GPUs than there are gets all, and its ranks share them.
     """
 
-    def __init__(self, gpus: list[str]) -> None:
+    def __init__(self, gpus: list[str], workers: int) -> None:
         self._running: dict[str, list[GpuFile]] = {gpu: [] for gpu in gpus}
+        self._workers = workers
 
     def place(self, file: GpuFile) -> list[str]:
         """Return the GPUs on which `file` starts now, and count it there; none if it must wait."""
         free = [gpu for gpu, others in self._running.items() if self._fits(file, others)]
-        chosen = sorted(free, key=lambda gpu: len(self._running[gpu]))[: file.needs.num_gpus]
-        if len(chosen) < min(file.needs.num_gpus, len(self._running)):
+        chosen = sorted(free, key=lambda gpu: _taken(self._running[gpu]))[: file.num_gpus]
+        if len(chosen) < min(file.num_gpus, len(self._running)):
             return []
         for gpu in chosen:
             self._running[gpu].append(file)
@@ -103,33 +103,33 @@ class Host:
             if file in others:
                 others.remove(file)
 
-    @staticmethod
-    def _fits(file: GpuFile, others: list[GpuFile]) -> bool:
-        """Return whether `file` may join `others`; one that wants several GPUs takes no seat."""
-        if file.needs.alone or any(other.needs.alone for other in others):
+    def _fits(self, file: GpuFile, others: list[GpuFile]) -> bool:
+        if file.alone or any(other.alone for other in others):
             return not others
-        seated = [other for other in others if other.needs.num_gpus == 1]
-        return file.needs.num_gpus > 1 or len(seated) < SEATS
+        return not others or _taken(others) + file.workers <= self._workers
+
+
+def _taken(files: list[GpuFile]) -> int:
+    return sum(file.workers for file in files)
 
 
 def files_of(tests: Iterable[str]) -> list[GpuFile]:
     """Return the files at or below the paths `tests`, in the order in which they should start.
 
-    After those of `NEEDS` the longest come first.
+    The longest come first, and tests that want to be alone last.
     """
     root = ROOT / TESTS
     wanted = [(ROOT / one).resolve() for one in tests]
     times = last_times()
-    found = [
-        GpuFile(name, NEEDS.get(name, Needs()), times.get(name, USUAL_S))
-        for path in root.rglob("test_*.py")
-        for name in [path.relative_to(root).as_posix()]
-        if any(path.is_relative_to(one) for one in wanted)
-    ]
-    places = {name: place for place, name in enumerate(NEEDS)}
-    return sorted(
-        found, key=lambda file: (places.get(file.name, len(NEEDS)), -file.seconds, file.name)
-    )
+    entries = []
+    for path in root.rglob("test_*.py"):
+        if any(path.is_relative_to(one) for one in wanted):
+            name = path.relative_to(root).as_posix()
+            gpus, seconds = NUM_GPUS.get(name, 1), times.get(name, USUAL_S)
+            entries.append(GpuFile(name, gpus, seconds=seconds))
+            if f"pytest.mark.{ALONE}\n" in path.read_text():
+                entries.append(GpuFile(name, gpus, alone=True))
+    return sorted(entries, key=lambda file: (file.alone, -file.expected_s, file.name))
 
 
 def last_times() -> dict[str, float]:
@@ -152,6 +152,11 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, line in enumerate(listed) if line.startswith("GPU ")]
 
 
+def workers_of(num_gpus: int) -> int:
+    """Return how many processes of tests share a GPU of this host."""
+    return max(1, min(MOST_WORKERS, int(PER_CORE * (os.cpu_count() or 1)) // max(1, num_gpus)))
+
+
 def run_file(file: GpuFile, gpus: list[str], out: Path, give_up_at: float) -> str:
     """Run one file on `gpus`, and return the last line that pytest wrote, or `UNFINISHED`.
 
@@ -159,8 +164,10 @@ def run_file(file: GpuFile, gpus: list[str], out: Path, give_up_at: float) -> st
     """
     report, unfinished = out / f"{file.stem}.xml", out / f"{file.stem}.unfinished"
     unfinished.unlink(missing_ok=True)
-    workers = ["-n", str(KERNEL_WORKERS)] if file.name.startswith("kernels/") else []
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *workers, f"--junitxml={unfinished}"]
+    chosen = ["-m", ALONE if file.alone else f"not {ALONE}"]
+    if file.name.startswith("kernels/"):
+        chosen += ["-n", str(file.workers)]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *chosen, f"--junitxml={unfinished}"]
     with (out / f"{file.stem}.log").open("w+") as log:
         process = subprocess.Popen(
             [*command, f"{TESTS}/{file.name}"],
@@ -202,17 +209,17 @@ def run(waiting: list[GpuFile], host: Host, out: Path, limit_s: float) -> dict[G
     waiting = list(waiting)
     with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         while waiting or running:
-            for file in list(waiting) if time.monotonic() < give_up_at else []:
-                if gpus := host.place(file):
-                    waiting.remove(file)
-                    running[pool.submit(run_file, file, gpus, out, give_up_at)] = file
+            # in order: files of few workers would leave none to those of many
+            while waiting and time.monotonic() < give_up_at and (gpus := host.place(waiting[0])):
+                file = waiting.pop(0)
+                running[pool.submit(run_file, file, gpus, out, give_up_at)] = file
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 file = running.pop(done)
                 host.leave(file)
                 ends[file] = done.result()
-                print(f"{file.name}: {ends[file]}", flush=True)
+                print(f"{file.stem}: {ends[file]}", flush=True)
     return ends
 
 
@@ -230,7 +237,8 @@ def main() -> int:
     if not chosen:
         parser.error(f"no file of tests is at {' '.join(options.tests)}: name some of {TESTS}")
     waiting = [file for file in chosen if not reported(file, out)]
-    run(waiting, Host(visible_gpus()), out, options.limit_s)
+    gpus = visible_gpus()
+    run(waiting, Host(gpus, workers_of(len(gpus))), out, options.limit_s)
     return summary(chosen, out)
 
 
@@ -248,7 +256,7 @@ def summary(chosen: list[GpuFile], out: Path) -> int:
     tests = read_tests(*(out / f"{file.stem}.xml" for file in done))
     counts = (f"{sum(test.outcome == one for test in tests)} {one}" for one in OUTCOMES)
     print(f"{', '.join(counts)} in {len(done)} of {len(chosen)} files", end="; ")
-    left = [file.name for file in chosen if file not in done]
+    left = [file.stem for file in chosen if file not in done]
     print(f"run this again for {', '.join(left)}" if left else f"the reports are {out}/*.xml")
     return int(bool(left) or any(test.outcome == "failed" for test in tests))
 

@@ -16,8 +16,9 @@ from spmd_rl.types.groups import Group, GroupColumns
 from spmd_rl.types.samples import FAILURE, NO_VERSION, SampleColumns
 
 
-def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Return the metrics of all samples. `version` is that of the trainer's weights.
+def group_metrics(groups: list[Group], version: int | None) -> dict[str, float]:
+    """Return the metrics of all samples. `version` is that of the trainer's weights; None where
+    nothing is trained, and tokens have no age.
 
     `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
     share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
@@ -43,7 +44,7 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     return metrics | {
         "rollout/response_tokens_mean": num_drawn_tokens(samples) / len(samples),
         "rollout/truncated": samples.status.count("truncated") / len(samples),
-        **_version_lags(samples.versions, version),
+        **({} if version is None else _version_lags(samples.versions, version)),
         **_by_source(groups),
         **_means("hook", (known.get("metrics", {}) for known in samples.metadata)),
         **request_metrics(samples.metadata),

@@ -6,6 +6,7 @@ import signal
 import sys
 from types import FrameType
 
+from spmd_rl.check.engine import check_numbers
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
 from spmd_rl.cli.launcher import end_signals, launch
@@ -20,6 +21,7 @@ from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.train.packages import check_packages
 
 
 def main(words: list[str]) -> int:
@@ -43,11 +45,13 @@ def launch_run(words: list[str]) -> int:
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    num_ranks = _num_ranks(invocation, RunNeeds.of(cfg))
-    run = run_config(cfg)
+    needs, run = RunNeeds.of(cfg), run_config(cfg)
+    num_ranks = _num_ranks(invocation, needs)
+    for trainer in filter(None, (needs.trainer, needs.critic)):
+        check_packages(trainer)
+    _check_bits(needs)
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
-    _print_start(num_ranks)
     with launcher_lock(run.path):
         return launch(
             num_ranks, rank.run_rank, ["run", *words], invocation.max_restarts, run.grace_s
@@ -65,24 +69,26 @@ def _num_ranks(invocation: Invocation, needs: RunNeeds) -> int:
     return num_ranks
 
 
+def _check_bits(needs: RunNeeds) -> None:
+    """Raises: ConfigError for a trainer and an engine that have other bits on this host."""
+    trainer, engine = needs.trainer, needs.engine
+    if needs.run.exact and needs.pushes and engine is not None and trainer is not None:
+        check_numbers(engine, trainer, _dtype_of_host())
+
+
+def _dtype_of_host() -> str:
+    """Return the dtype that "auto" means on this host."""
+    import torch
+
+    return "bfloat16" if torch.cuda.device_count() else "float32"
+
+
 def _make_run_folder(cfg: object, run: RunConfig) -> None:
     """Make the run's folder. Raises: ConfigError if another run or another config uses it."""
     folder = RunFolder(run.path)
     folder.check_reusable(dump_toml(cfg), run.resume)
     refuse_running_run(run.path)
     folder.make()
-
-
-def _print_start(num_ranks: int) -> None:
-    """Tell a terminal that ranks start: importing torch and meeting takes them some seconds."""
-    if sys.stdout.isatty():
-        ranks = "rank" if num_ranks == 1 else "ranks"
-        took = "they import" if num_ranks != 1 else "it imports"
-        print(
-            f"starting {num_ranks or 'the'} {ranks}: {took} torch and the model code, which takes "
-            "up to half a minute on a busy machine ...",
-            flush=True,
-        )
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from spmd_rl.cli.settings_text import all_lines, first_lines
+from spmd_rl.config.likely import likely_name
 from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 from spmd_rl.errors import ConfigError
 
 HELP_ALL = "--help-all"
+WITH_RECIPE = ("run", "plan", "submit", "check")  # commands whose first word is a recipe
 HELP_FLAGS = {"--help", "-h", HELP_ALL}
 
 
@@ -35,8 +36,8 @@ COMMANDS = {
     ),
     "eval": CommandEntry(
         "spmd_rl.cli.command",
-        "--model PATH --data FILE",
-        "scores of a model or a checkpoint: `run evaluate`",
+        "MODEL_OR_RUN [--data FILE]",
+        "scores of a model, or of the newest checkpoint of a run: `run evaluate`",
     ),
     "serve": CommandEntry(
         "spmd_rl.serve.command",
@@ -79,6 +80,11 @@ COMMANDS = {
         "RUN",
         "the Python stacks of every process of a live run",
     ),
+    "completion": CommandEntry(
+        "spmd_rl.cli.completion.command",
+        "bash|zsh",
+        "a script by which a shell completes commands, recipes and settings",
+    ),
 }
 OVERVIEW = """\
 usage: spmd-rl COMMAND ...
@@ -95,9 +101,10 @@ USAGE = (
     "[--a.b=c ...]"
 )
 USAGE_OF_EVAL = (
-    "usage: spmd-rl eval --model PATH --data FILE [--reward NAME] [--checkpoint PATH] "
+    "usage: spmd-rl eval [MODEL_OR_RUN] [--data FILE] [--reward NAME] [--checkpoint PATH] "
     "[--config RUN|F.toml] [--a.b=c ...]\n\n"
-    "  It is `spmd-rl run evaluate`, whose settings are these:"
+    "  It takes the settings of a run and its newest checkpoint, unless --checkpoint names another."
+    "\n  It is `spmd-rl run evaluate`, whose settings are these:"
 )
 RUN = """\
 {usage}
@@ -154,8 +161,8 @@ def shipped() -> dict[str, str]:
 
 def no_command(word: str) -> ConfigError:
     """Return the error for a first word that is no command."""
-    near = difflib.get_close_matches(word, COMMANDS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    likely = likely_name(word, COMMANDS)
+    hint = f"did you mean {likely}?" if likely else f"there are {', '.join(COMMANDS)}"
     return ConfigError(f"spmd-rl has no command '{word}': {hint}")
 
 

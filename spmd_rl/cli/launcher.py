@@ -20,6 +20,7 @@ from spmd_rl.controller.lifecycle.controller_process import describe_exit
 from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.mesh.shared_gpus import ranks_per_gpu
+from spmd_rl.observe.start_phase import start_phase
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,8 +46,9 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     Blocks: until all ranks have ended.
     """
     _set_environment(grace_s)
-    import torch._dynamo
-    import torch.distributed.fsdp  # noqa: F401  for the ranks, which are forked from here
+    with start_phase(f"starting {_ranks(num_ranks)}: importing torch and the model code"):
+        import torch._dynamo
+        import torch.distributed.fsdp  # noqa: F401  for the ranks, which are forked from here
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -70,6 +72,12 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
             _print_exit_message(folder, f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
+
+
+def _ranks(num_ranks: int) -> str:
+    if not num_ranks:
+        return "a rank for each GPU, or one"
+    return f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
 
 
 def _set_environment(grace_s: float) -> None:

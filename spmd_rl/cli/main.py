@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from spmd_rl import __version__
 from spmd_rl.cli.exit_code import run_guarded
@@ -19,6 +20,8 @@ from spmd_rl.observe.stdio import printable_stdout
 
 # torch's profiler, which `mismatch` uses, reads its log level at import and is chatty by default
 QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")
+# counting GPUs must not initialise CUDA before `mismatch` forks ranks
+COUNT_GPUS_ALONE = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def main() -> int:
@@ -30,7 +33,7 @@ def main() -> int:
 def dispatch(words: list[str]) -> int:
     """Run the command that the first of `words` names; the others are its arguments."""
     if words[:1] == ["eval"] and not HELP_FLAGS & set(words):
-        words = ["run", "evaluate", *words[1:]]
+        words = ["run", "evaluate", *words_of_evaluation(words[1:])]
     if starts_ranks(words):
         return _run_command(words)
     try:
@@ -43,6 +46,24 @@ def dispatch(words: list[str]) -> int:
         # the text that is still buffered has to go somewhere when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def words_of_evaluation(words: list[str]) -> list[str]:
+    """Return the words of a run of `evaluate`, for those of `eval`.
+
+    The first may be a model folder, a run or its checkpoint. Settings that are said go before.
+    """
+    if not words or words[0].startswith("-"):
+        return words
+    from spmd_rl.train.checkpoint.saved_run import checkpoint_of, named_run
+
+    folder, *others = words
+    named = named_run(Path(folder))
+    if named is None:
+        return [f"--model={folder}", *others]
+    run, checkpoint = named
+    weights = checkpoint or checkpoint_of(run, None)
+    return [f"--config={run}", f"--checkpoint={weights}", *others]
 
 
 def _answer(words: list[str]) -> int:
@@ -66,5 +87,6 @@ def _run_command(words: list[str]) -> int:
         raise no_command(name)
     if name == "mismatch":
         os.environ.setdefault(*QUIET_PROFILER)
+        os.environ.setdefault(*COUNT_GPUS_ALONE)
     exit_code: int = import_module(COMMANDS[name].module).main(arguments)
     return exit_code

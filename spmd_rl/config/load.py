@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.parse import parse
 from spmd_rl.config.schema import (
     KIND,
@@ -35,7 +36,7 @@ from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
-FromFile = Callable[[dict[str, Any], Mapping[str, str]], dict[str, Any]]
+FromFile = Callable[[dict[str, Any], Mapping[str, str], Path | None], dict[str, Any]]
 
 INT64 = range(-(1 << 63), 1 << 63)
 
@@ -53,13 +54,14 @@ def load(
     """Return a `cls` from its defaults, then the TOML file, then the overrides.
 
     Overrides are `{"a.b": "c"}` or `["a.b=c"]`. `from_file` makes the settings of `cls` from the
-    file's table, which is empty without a file, and from the overrides.
+    file's table, which is empty without a file, from the overrides and the file's path.
     Raises: ConfigError, which names the key and what was expected.
     """
-    table = read_toml(Path(toml)) if toml is not None else {}
+    file = Path(toml) if toml is not None else None
+    table = read_toml(file) if file is not None else {}
     given = list(_pairs(overrides))
     if from_file is not None:
-        table = from_file(table, dict(given))
+        table = from_file(table, dict(given), file)
     for name in leaves(table):
         refuse_foreign(name, cls)
     for name, text in given:
@@ -90,7 +92,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read config file {path}: {error.strerror}{did_you_mean_path(path)}"
+        ) from error
     # not TOML, not UTF-8, a number of thousands of digits, or nested too deeply
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error

@@ -37,6 +37,9 @@ class RunConfig:
     seed: int = 0
     # refuse ranks of a role, or a trainer and an engine, whose numeric contracts differ
     exact: bool = True
+    # in how many parts products that ranks share are summed: 2, 4 or 8, and no fewer than tp, so
+    # that runs with another tp have the same bits; 0: as many as the largest tp
+    row_shards: int = 0
     # compare the engine's weights with the trainer's at every n-th push; 0: never
     verify_every: int = 1
     # at the first push, see that this comparison finds one wrong bit
@@ -45,9 +48,11 @@ class RunConfig:
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
-    grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
+    # after SIGTERM or a first Ctrl-C, how long the step and its checkpoint may still take
+    grace_s: float = 25.0
     resume: bool = False  # go on in a run's folder though its settings have changed
-    save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
+    save_every: int = 20  # steps between checkpoints; 0: none between
+    save_last: bool = True  # save after the last step too, whatever save_every is
     keep_checkpoints: int = 2  # how many of the newest are kept
     keep_best: int = 1  # how many more are kept because of their reward, or of `best`
     # by which metric of an evaluation the best checkpoint goes, such as "eval/NAME/reward"; "": by
@@ -60,6 +65,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least(self, LEAST_COUNTS | LEAST_S)
         require(self.seed < 1 << 63, "seed", self.seed, "less than 2^63")
+        fits = self.row_shards in (0, 1, 2, 4, 8)
+        require(fits, "row_shards", self.row_shards, "0, 1, 2, 4 or 8")
         require(math.isfinite(self.grace_s), "grace_s", self.grace_s, "a finite number of seconds")
         is_plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
         expected = "the name of a folder in run.folder, without a separator"

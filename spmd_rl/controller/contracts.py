@@ -31,7 +31,9 @@ def record_contracts(
     Raises: ContractError if they must be `exact` and differ; DataError for a file that is damaged.
     """
     if exact and (clause := disagreement(contracts)):
-        raise ContractError(f"{clause} (run.exact = false lets them)")
+        raise ContractError(
+            f"{clause} (give both the same settings; run.exact = false lets them differ)"
+        )
     path = folder / CONTRACT_FILE
     recorded = read_object(path) if path.exists() else {}
     recorded[name] = by_digest(contracts)

@@ -28,6 +28,7 @@ from spmd_rl.controller.weight_sync import WeightSync, WeightSyncConfig
 from spmd_rl.controller.world import ControllerWorld
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.observe.start_phase import start_phase
 from spmd_rl.types.groups import Group
 
 R = TypeVar("R", bound=Role)
@@ -84,7 +85,9 @@ class Controller:
         value = pack((cfg, *Constructor(role).arguments(settings, planned)))
         handle = Handle(name, role, on, self._dispatcher, role.num_data_parts(cfg))
         self._sleepers.make_room(on)
-        answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg)), row_shards), value)
+        spawn = Spawn(name, name_of(role), on, name_of(type(cfg)), row_shards)
+        with start_phase(f"building {name}"):
+            answers = self._build(spawn, value)
         self._handles[name] = handle
         self._sleepers.add(handle)
         self._record_contracts(name, answers)
@@ -160,7 +163,7 @@ class Controller:
         """Yield steps `start` to `num_steps - 1`, time each, and save checkpoints between them.
 
         Blocks: after the last step, until its checkpoint is complete.
-        Raises: the error that ends the run, once a checkpoint is saved, if a SIGTERM asked for it.
+        Raises: the error that ends the run, once a checkpoint is saved, if a signal asked for it.
         """
         return self._loop.steps(num_steps, start)
 

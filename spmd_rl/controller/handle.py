@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from spmd_rl.config.likely import likely_name
 from spmd_rl.controller.capabilities import InStep, capabilities
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.messages import Abort, Call, CallBeside, encode
@@ -66,10 +66,8 @@ class Handle:
 
     def __getattr__(self, name: str) -> RemoteEndpoint:
         if name.startswith("_") or name not in self.endpoints:
-            near = difflib.get_close_matches(name, self.endpoints, 1) or sorted(self.endpoints)
-            raise AttributeError(
-                f"{self.name} has no endpoint '{name}': did you mean {' or '.join(near)}?"
-            )
+            near = likely_name(name, self.endpoints) or " or ".join(sorted(self.endpoints))
+            raise AttributeError(f"{self.name} has no endpoint '{name}': did you mean {near}?")
         return self.endpoints[name]
 
 

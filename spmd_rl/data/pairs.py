@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files.files import DataRecord
+from spmd_rl.data.message_fields import MARKS, plain_fields, says_something, weight_of
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.render.answer_end import assistant
 from spmd_rl.data.render.chat import chat_of, render
@@ -18,16 +19,17 @@ from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
     Tokenizer,
+    defects,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import AnswerEncoder, fitting, join
+from spmd_rl.data.sft import AnswerEncoder, ContextFit
 from spmd_rl.data.stream import RecordStream
-from spmd_rl.errors import DataError
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
 
-# fields of an answer's message: its text, and those that say nothing
-_ANSWER_FIELDS = {"role", "content", "id", "weight"}
+# fields of an answer's message: its text, and those that change nothing
+_ANSWER_FIELDS = {"role", "content", "id", *MARKS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,9 @@ class PreferencePairs(RecordStream[PreferencePair]):
 
 
 class PairPreparer(Preparer[PreferencePair]):
-    """Makes a preference pair of each record, but for prompts that are too long.
+    """Makes a preference pair of each record, but for those of which nothing can be learned.
+
+    These are pairs whose prompt is too long, or whose answers are equal.
 
     Raises: ConfigError for a tokenizer without end-of-text token.
     """
@@ -85,20 +89,25 @@ class PairPreparer(Preparer[PreferencePair]):
     noun = "preference pairs"
 
     def __init__(self, cfg: PairConfig, tokenizer: Tokenizer) -> None:
-        self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        limit = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        self.defect = defects(cfg, limit, "have two equal answers")
         self._cfg, self._tokenizer = cfg, tokenizer
+        self._fit = ContextFit(cfg, tokenizer)
         self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[PreferencePair | None]:
-        """Return the pair of each record; None where the prompt is too long. Raises: DataError."""
+        """Return the pair of each record; None where it is left out. Raises: DataError."""
         cfg = self._cfg
         prompts = [tokens for _, tokens in self._prompts.encode(records)]
-        fit = [not is_too_long(cfg, len(prompt)) for prompt in prompts]
+        context = self._tokenizer.context
+        fit = [not is_too_long(cfg, len(prompt), context) for prompt in prompts]
         chosen, rejected = (
             self._sequences(records, prompts, fit, key, source) for key in cfg.answer_keys
         )
         return [
-            PreferencePair(better, worse) if better and worse else None
+            PreferencePair(better, worse)
+            if better and worse and not np.array_equal(better.tokens, worse.tokens)
+            else None
             for better, worse in zip(chosen, rejected, strict=True)
         ]
 
@@ -114,7 +123,7 @@ class PairPreparer(Preparer[PreferencePair]):
         texts = [answer_text(record, key, self._cfg.prompt_key) for record in records]
         answers = self._answers.encode(records, key, texts)
         return [
-            join(record, prompt, answer, self._tokenizer, source) if fits else None
+            self._fit.join(record, prompt, answer, source) if fits else None
             for record, prompt, answer, fits in zip(records, prompts, answers, fit, strict=True)
         ]
 
@@ -124,7 +133,7 @@ class PairPreparer(Preparer[PreferencePair]):
 
     def notes(self) -> list[str]:
         """Return what the chat template does to prompts, and how many answers are empty."""
-        return self._prompts.notes() + self._answers.notes()
+        return self._prompts.notes() + self._answers.notes() + self._fit.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[PreferencePair]
@@ -159,14 +168,19 @@ class RewardPairPreparer(PairPreparer):
         answered = replace(chat, messages=[*chat.messages, answer])
         return render(answered, self._tokenizer, generation_prompt=False)
 
-    def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair:
+    def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair | None:
         is_last = np.arange(len(tokens)) == len(tokens) - 1
         sequence = SftPair(np.array(tokens, np.int32), is_last, source)
-        return fitting(record, sequence, self._tokenizer)
+        return self._fit.fitting(record, sequence)
 
 
 def pair_preparer(cfg: PairConfig, tokenizer: Tokenizer, *, for_reward_model: bool) -> PairPreparer:
     """Return what makes the pairs of `PreferencePairs`. Raises: as `PairPreparer`."""
+    if for_reward_model and cfg.too_long == "cut":
+        raise ConfigError(
+            "prompts.too_long = 'cut' would take away the end of an answer, where a reward model "
+            "is read: drop such pairs"
+        )
     kind = RewardPairPreparer if for_reward_model and cfg.chat_template else PairPreparer
     return kind(cfg, tokenizer)
 
@@ -186,8 +200,13 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     *before, answer = messages
     if answer.get("tool_calls"):
         raise DataError(where, "an answer of a preference pair cannot call tools")
-    if others := [name for name in answer if name not in _ANSWER_FIELDS and answer[name]]:
-        raise DataError(f"{where}[{len(before)}]", f"nothing is learned of {others[0]!r}")
+    place = f"{where}[{len(before)}]"
+    others = (name for name in answer if name not in _ANSWER_FIELDS)
+    if name := next((one for one in others if says_something(answer[one])), None):
+        raise DataError(place, f"nothing is learned of {name!r}")
+    if weight_of(place, answer) == 0:
+        marks = " and ".join(repr(name) for name in answer if name in MARKS)
+        raise DataError(place, f"by {marks} this answer is not learned: leave the pair out")
     if before and _messages(where, before) != _messages(where, record.value(prompt_key)):
         raise DataError(
             where, f"the messages before the answer are not those of the prompt, {prompt_key!r}"
@@ -196,12 +215,12 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
 
 
 def _messages(where: str, prompt: Any) -> list[Any]:
-    """Return a prompt as messages without nulls: a text is one of the user."""
+    """Return a prompt as messages without nulls and marks: a text is one of the user."""
     messages = written_messages(where, prompt)
     if messages is None:
         return [{"role": "user", "content": prompt}]
     return [
-        {key: value for key, value in message.items() if value is not None}
+        {key: value for key, value in plain_fields(where, message).items() if key != "weight"}
         if isinstance(message, dict)
         else message
         for message in messages

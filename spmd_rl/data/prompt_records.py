@@ -19,10 +19,11 @@ from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
     Tokenizer,
+    defects,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.errors import DataError
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt
 
@@ -51,7 +52,10 @@ class PromptPreparer(Preparer[Prompt]):
     noun = "prompts"
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
-        self.defect = f"have more than {cfg.max_prompt_tokens} tokens"
+        if cfg.too_long == "cut":
+            raise ConfigError("prompts.too_long = 'cut' is for answers to learn: drop long prompts")
+        self.defect = defects(cfg, f"have more than {cfg.max_prompt_tokens} tokens")
+        self._context = tokenizer.context
         self._cfg, self._encoder = cfg, PromptEncoder(cfg, tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[Prompt | None]:
@@ -100,7 +104,7 @@ class PromptPreparer(Preparer[Prompt]):
             reward=own_reward(record, cfg),
             chat=_chat(record, cfg),
         )
-        return None if is_too_long(cfg, len(tokens)) else prompt
+        return None if is_too_long(cfg, len(tokens), self._context) else prompt
 
 
 def _is_answered(prompt: Prompt) -> bool:

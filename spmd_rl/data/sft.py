@@ -17,7 +17,9 @@ from spmd_rl.data.render.eos import eos_disagreement, eos_ids
 from spmd_rl.data.render.messages import written_messages
 from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
+    PromptFormat,
     Tokenizer,
+    defects,
     is_too_long,
     report_numeric_answers,
 )
@@ -71,6 +73,7 @@ class SftPreparer(Preparer[list[SftPair]]):
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
+        self._fit = ContextFit(cfg, tokenizer)
 
     def encoded(self, prepared: list[SftPair]) -> bytes:
         """Return tokens and masks."""
@@ -85,7 +88,7 @@ class AnswerPreparer(SftPreparer):
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         super().__init__(cfg, tokenizer)
         self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
-        self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        self.defect = defects(cfg, f"have a prompt of more than {cfg.max_prompt_tokens} tokens")
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
         """Return the sequence of each record; None where the prompt is too long."""
@@ -93,16 +96,17 @@ class AnswerPreparer(SftPreparer):
         prompts = [tokens for _, tokens in self._prompts.encode(records)]
         texts = [_answer_text(record, cfg.answer_key) for record in records]
         answers = self._answers.encode(records, cfg.answer_key, texts)
-        return [
+        joined = [
             None
-            if is_too_long(cfg, len(prompt))
-            else [join(record, prompt, answer, self.tokenizer, source)]
+            if is_too_long(cfg, len(prompt), self.tokenizer.context)
+            else self._fit.join(record, prompt, answer, source)
             for record, prompt, answer in zip(records, prompts, answers, strict=True)
         ]
+        return [[one] if one else None for one in joined]
 
     def notes(self) -> list[str]:
         """Return what the chat template does to prompts, and how many answers are empty."""
-        return self._prompts.notes() + self._answers.notes()
+        return self._prompts.notes() + self._answers.notes() + self._fit.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
@@ -118,7 +122,8 @@ class ConversationPreparer(SftPreparer):
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> None:
         super().__init__(cfg, tokenizer)
-        self.defect = f"have more than {cfg.max_prompt_tokens} tokens before an answer"
+        limit = f"have more than {cfg.max_prompt_tokens} tokens before an answer"
+        self.defect = defects(cfg, limit)
         self._learn: Learn = learn
         self._reader, self._eos = ChatReader(cfg, tokenizer), learned_eos(tokenizer)
         self._num_turns, self._num_empty = 0, 0
@@ -138,7 +143,7 @@ class ConversationPreparer(SftPreparer):
     def notes(self) -> list[str]:
         """Return what the chat template does to prompts, and how many turns are empty."""
         empty = _of_empty("assistant messages", self._num_empty, self._num_turns)
-        return self._reader.notes() + empty
+        return self._reader.notes() + empty + self._fit.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
@@ -149,9 +154,13 @@ class ConversationPreparer(SftPreparer):
             print(split_note(path, len(split), len(prepared), sum(split)), flush=True)
 
     def _fitting(self, record: DataRecord, sequences: list[SftPair]) -> list[SftPair] | None:
-        if any(is_too_long(self.cfg, sequence.num_prompt_tokens) for sequence in sequences):
+        limit = self.cfg.max_prompt_tokens
+        if any(0 < limit < sequence.num_prompt_tokens for sequence in sequences):
             return None
-        return [fitting(record, sequence, self.tokenizer) for sequence in sequences]
+        fitting = [self._fit.fitting(record, sequence) for sequence in sequences]
+        if self.cfg.too_long == "drop" and None in fitting:
+            return None
+        return [*filter(None, fitting)] or None
 
 
 def split_note(path: str, num_split: int, num_conversations: int, num_sequences: int) -> str:
@@ -269,29 +278,44 @@ def _of_empty(noun: str, num_empty: int, num_all: int) -> list[str]:
     return [f"{num_empty} of {num_all} {noun} are empty: the model learns to end at once there"]
 
 
-def join(
-    record: DataRecord,
-    prompt: NDArray[np.int32],
-    answer: list[int],
-    tokenizer: Tokenizer,
-    source: str,
-) -> SftPair:
-    """Return prompt and answer as one sequence.
+class ContextFit:
+    """Keeps sequences within the model's context, as `prompts.too_long` says."""
 
-    Raises: DataError when it is longer than the model's context.
-    """
-    tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
-    return fitting(
-        record, SftPair(tokens, np.arange(len(tokens)) >= len(prompt), source), tokenizer
-    )
+    def __init__(self, cfg: PromptFormat, tokenizer: Tokenizer) -> None:
+        self._too_long, self._context = cfg.too_long, tokenizer.context
+        self._num_cut, self._num_all = 0, 0
 
+    def join(
+        self, record: DataRecord, prompt: NDArray[np.int32], answer: list[int], source: str
+    ) -> SftPair | None:
+        """Return prompt and answer as one sequence; None and errors as `fitting`."""
+        tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
+        return self.fitting(record, SftPair(tokens, np.arange(len(tokens)) >= len(prompt), source))
 
-def fitting(record: DataRecord, sequence: SftPair, tokenizer: Tokenizer) -> SftPair:
-    """Return the sequence. Raises: DataError when it is longer than the model's context."""
-    if len(sequence.tokens) > tokenizer.context:
-        raise DataError(
-            record.where,
-            f"prompt and answer have {len(sequence.tokens)} tokens, but the model's context is "
-            f"{tokenizer.context}",
-        )
-    return sequence
+    def fitting(self, record: DataRecord, sequence: SftPair) -> SftPair | None:
+        """Return the sequence, or what the context holds of it; None where it is left out.
+
+        Raises: DataError when it is too long, unless the settings say otherwise.
+        """
+        context, size = self._context, len(sequence.tokens)
+        self._num_all += 1
+        if size <= context:
+            return sequence
+        if self._too_long == "refuse":
+            raise DataError(
+                record.where,
+                f"prompt and answer have {size} tokens, but the model's context is {context}: set "
+                'prompts.too_long to "drop" to leave such records out, or to "cut" to learn what '
+                "fits",
+            )
+        if self._too_long == "drop" or not sequence.mask[:context].any():
+            return None
+        self._num_cut += 1
+        return sequence._replace(tokens=sequence.tokens[:context], mask=sequence.mask[:context])
+
+    def notes(self) -> list[str]:
+        """Return how many sequences were cut, if any was."""
+        if not self._num_cut:
+            return []
+        cut = f"{self._num_cut} of {self._num_all} sequences are cut at the model's context"
+        return [f"{cut} of {self._context} tokens: no end is learned there"]

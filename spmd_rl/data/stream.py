@@ -73,6 +73,10 @@ class RecordStream(Generic[T]):
         """How many records were left out so far."""
         return sum(store.num_dropped for store in self._stores)
 
+    def metrics(self) -> dict[str, float]:
+        """Return how many records were left out so far, if any was."""
+        return {"data/dropped": float(self.num_dropped)} if self.num_dropped else {}
+
     def draw(self, num_records: int) -> list[T]:
         """Return the next records, across the end of an epoch if need be."""
         return [one for _, one in self.numbered_draw(num_records)]

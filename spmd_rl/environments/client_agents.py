@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spmd_rl.environments.client_errors import zeroed
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.replies import choose_format
+from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
 from spmd_rl.hooks.program import Site
 from spmd_rl.hooks.results import BadResult, as_grade
+from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import ERROR, Sample
 
 if TYPE_CHECKING:
     from spmd_rl.gateway.process import Gateway
@@ -45,11 +51,24 @@ def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
         from spmd_rl.gateway.branches import Branches
         from spmd_rl.gateway.process import Gateway  # its packages are an extra
     except ImportError as error:
-        raise ConfigError(
-            f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
-            f"pip install -e '.[agents]' in the repository of spmd_rl ({error})"
-        ) from error
+        raise _needs_packages(cfg, error) from error
     return Gateway(cfg.gateway, site, Branches(load_learn(cfg.learn)))
+
+
+def check_gateway(cfg: AgentConfig) -> None:
+    """Raise a ConfigError where its packages are missing, or its settings name no form of calls."""
+    for package in ("uvicorn", "starlette"):
+        if importlib.util.find_spec(package) is None:
+            raise _needs_packages(cfg, package)
+    if cfg.gateway.response_template:
+        choose_format(cfg.gateway.response_template, None)
+
+
+def _needs_packages(cfg: AgentConfig, missing: object) -> ConfigError:
+    return ConfigError(
+        f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
+        f"pip install -e '.[agents]' in the repository of spmd_rl ({missing})"
+    )
 
 
 def load_learn(learn: str) -> str | Callable[[Sample], Any]:
@@ -87,10 +106,10 @@ def ended(session: ClientSession, result: Any) -> list[Sample]:
     reward has that of 0.
     Raises: EpisodeFailure, as `rewarded` does.
     """
-    if not session.is_over:
-        return rewarded(session.samples(), result)
-    cut = [one.replace(status="truncated", reward=0.0) for one in session.samples()]
-    return rewarded(cut, result)
+    samples = session.samples()
+    if session.is_over:
+        samples = zeroed(samples, "the episode has had all its turns", is_over=True)
+    return rewarded(samples, result)
 
 
 def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
@@ -109,4 +128,23 @@ def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
         grade = as_grade(result)
     except BadResult as problem:
         raise EpisodeFailure("agent", f"the agent {problem}") from problem
-    return [sample.replace(reward=grade.reward, parts=grade.parts) for sample in samples]
+    return [
+        sample.replace(
+            reward=grade.reward,
+            parts=grade.parts,
+            metadata={key: value for key, value in sample.metadata.items() if key != ERROR},
+        )
+        for sample in samples
+    ]
+
+
+def require_reward(ctx: HookContext, prompt: Prompt, samples: list[Sample], told: str) -> None:
+    """Raise an EpisodeFailure where the agent's reward is wanted, and it gave none.
+
+    `told` says how it gives one.
+    """
+    wanted = reward_weights(prompt.reward or ctx.config.get("reward", ""))
+    if "environment" in wanted and any(math.isnan(one.reward) for one in samples):
+        raise EpisodeFailure(
+            "agent", f"{told}: reward = 'environment' needs it, or name a grader in reward"
+        )

@@ -6,17 +6,32 @@ import asyncio
 import json
 import os
 import re
+import select
 import shlex
+import signal
+import stat
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from shutil import which
 from typing import Any
 
-from spmd_rl.controller.lifecycle.process_family import MARK_ENV, end_family
-from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, ended, task_of
+from spmd_rl.controller.lifecycle.process_family import END_S, MARK_ENV, end_family
+from spmd_rl.environments.client_agents import (
+    MAX_NOTE,
+    ClientSession,
+    ended,
+    require_reward,
+    rewarded,
+    task_of,
+)
+from spmd_rl.environments.client_errors import after_error, names_in
+from spmd_rl.environments.config import OnError
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks import child
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.prompts import Prompt
@@ -26,7 +41,9 @@ EPISODE_ENV = "SPMD_RL_EPISODE"  # each process of an episode's program has it
 KEPT_ENV = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", MARK_ENV)
 TASK_FILE, RESULT_FILE = "task.json", "result.json"
 _PLACE = re.compile(r"\{(base_url|key|task|task_file)\}")
+KEEPER = str(Path(child.__file__).with_name("keeper.py"))
 MAX_RESULT_BYTES = 1 << 20
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 4000
 
@@ -40,29 +57,44 @@ class CommandAgent:
     environment it has nothing but PATH, language, time zone and the places of Python's modules.
     """
 
-    def __init__(self, command: str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: str, variables: Mapping[str, str], on_error: OnError = "zero"
+    ) -> None:
         self._words = command_words(command)
-        self._variables = dict(variables)
+        self._variables, self._on_error = dict(variables), on_error
 
     async def play(self, ctx: HookContext, prompt: Prompt, session: ClientSession) -> list[Sample]:
         """Run the program to its end, and return what it has drawn.
 
         The end of its output is noted beside the sample. `result.json` in its folder may hold a
         reward, or a dict with one.
-        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or fails otherwise
-        than by the limit of turns.
+        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or ends with an error
+        that the policy has not caused.
         """
-        with tempfile.TemporaryDirectory(prefix="agent-") as folder:
-            task = task_of(prompt)
-            (Path(folder) / TASK_FILE).write_text(json.dumps(task), encoding="utf-8")
-            code, output, errors = await self._run(Path(folder), session, str(task["question"]))
-            for name, text in (("stdout", output), ("stderr", errors)):
-                if text:
-                    ctx.note(name, text[-MAX_NOTE:])
-            if code and not session.is_over:
-                said = (errors.strip() or "it said nothing").splitlines()[-1]
-                raise EpisodeFailure("agent", f"the program ended with {code}: {said}")
-            return ended(session, _result(Path(folder) / RESULT_FILE))
+        made = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+        try:
+            return await self._play(ctx, prompt, session, Path(made.name))
+        finally:  # it may hold a million files
+            await asyncio.shield(asyncio.to_thread(made.cleanup))
+
+    async def _play(
+        self, ctx: HookContext, prompt: Prompt, session: ClientSession, folder: Path
+    ) -> list[Sample]:
+        task = task_of(prompt)
+        (folder / TASK_FILE).write_text(json.dumps(task), encoding="utf-8")
+        code, output, errors = await self._run(folder, session, str(task["question"]))
+        for name, text in (("stdout", output), ("stderr", errors)):
+            if text:
+                ctx.note(name, text[-MAX_NOTE:])
+        if code:
+            said = (errors.strip() or "it said nothing").splitlines()[-1]
+            failure = EpisodeFailure("agent", f"the program ended with {code}: {said}")
+            told = session.samples(), failure, names_in(errors), self._on_error
+            samples = after_error(*told, is_over=session.is_over)
+            return rewarded(samples, _result(folder / RESULT_FILE))
+        samples = ended(session, _result(folder / RESULT_FILE))
+        require_reward(ctx, prompt, samples, f"the program left no reward in {RESULT_FILE}")
+        return samples
 
     async def _run(
         self, folder: Path, session: ClientSession, question: str
@@ -75,34 +107,38 @@ class CommandAgent:
             "task": question,
             "task_file": str(folder / TASK_FILE),
         }
+        words = [_filled(word, values) for word in self._words]
+        environment = self._environment(folder, session, values) | {EPISODE_ENV: mark}
+        told, tells = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(_filled(word, values) for word in self._words),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=folder,
-                env=self._environment(folder, session, values) | {EPISODE_ENV: mark},
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
+            keeper = await _keeper(folder, tells)
+        except OSError as error:
+            os.close(told)
             raise EpisodeFailure("agent", f"the program cannot be started: {error}") from error
-        assert process.stdout is not None
-        assert process.stderr is not None
-        tails = [asyncio.create_task(_tail(one)) for one in (process.stdout, process.stderr)]
-        has_ended = False
-        try:
-            # process.wait() would wait for all that holds its output open
-            await _exit_of(process.pid)
-            has_ended = True
         finally:
-            await asyncio.shield(asyncio.to_thread(end_family, process.pid, mark, EPISODE_ENV))
-            if not has_ended:  # of one that has ended, kill could take the exit code from asyncio
-                with suppress(ProcessLookupError):
-                    process.kill()
-            code = await asyncio.shield(process.wait())
-        output, errors = [await one for one in tails]
-        return code, output, errors
+            os.close(tells)
+        tails = bytearray(), bytearray()
+        reads = [
+            asyncio.create_task(_read_tail(stream, tail))
+            for stream, tail in zip((keeper.stdout, keeper.stderr), tails, strict=True)
+            if stream is not None
+        ]
+        try:
+            await _ask(keeper, words, environment)
+            ending = await _read_all(told)
+        finally:
+            os.close(told)
+            await asyncio.shield(asyncio.to_thread(_end, keeper.pid, mark))
+        # what is outside of the family may hold the output open, for which asyncio would wait
+        _, still = await asyncio.wait(reads, timeout=END_S)
+        for read in still:
+            read.cancel()
+        keeper._transport.close()  # type: ignore[attr-defined]
+        output, errors = (tail.decode(errors="replace") for tail in tails)
+        why, is_missing, code = ending.rpartition("\n")
+        if is_missing:
+            raise EpisodeFailure("agent", f"the program cannot be started: {why}")
+        return int(code or -signal.SIGKILL), output, errors
 
     def _environment(
         self, folder: Path, session: ClientSession, values: Mapping[str, str]
@@ -138,6 +174,21 @@ def command_words(command: str) -> list[str]:
     return [first, *map(_absolute, others)]
 
 
+def check_command(command: str, variables: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a command whose program, or its script, is not on this host."""
+    program, *others = command_words(command)
+    if not _PLACE.search(program) and not which(program, path=variables.get("PATH")):
+        what = "no file that may be run" if os.sep in program else "no program in PATH"
+        raise ConfigError(f"agent.name = {command!r}: {program!r} is {what}")
+    scripts = (one for one in others if one.endswith(SCRIPTS) and not _PLACE.search(one))
+    script = next(scripts, "")
+    if script and not script.startswith("-") and not os.path.isfile(script):
+        raise ConfigError(
+            f"agent.name = {command!r}: there is no file {script!r} in {os.getcwd()}, "
+            "the folder from which its files are found"
+        )
+
+
 def _absolute(word: str) -> str:
     return os.path.abspath(word) if os.path.isfile(word) else word
 
@@ -147,36 +198,86 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda found: values[found[1]], word)
 
 
-async def _exit_of(pid: int) -> None:
-    """Wait until a child has ended, whatever it has started."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended, and was reaped
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+async def _keeper(folder: Path, tells: int) -> asyncio.subprocess.Process:
+    """Start the keeper of a program, which tells its end on this descriptor."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", KEEPER, str(tells)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env={},
+        pass_fds=[tells],
+        start_new_session=True,
+    )
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read a stream to its end, and return the last part of it."""
-    tail = b""
+async def _ask(
+    keeper: asyncio.subprocess.Process, words: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Have a keeper start a program. Raises: EpisodeFailure for what no program can be given."""
+    given = [str(len(words)), *words, *(f"{name}={value}" for name, value in environment.items())]
+    try:
+        data = [os.fsencode(one) for one in given]
+        if any(b"\0" in one for one in data):
+            raise ValueError("embedded null byte")
+    except ValueError as error:
+        raise EpisodeFailure("agent", f"the program cannot be started: {error}") from error
+    assert keeper.stdin is not None
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has been killed
+        keeper.stdin.write(b"".join(one + b"\0" for one in data))
+        await keeper.stdin.drain()
+    keeper.stdin.close()
+
+
+def _end(keeper: int, mark: str) -> None:
+    """Kill what a keeper keeps, and let it reap that and end. Blocks: until then."""
+    end_family(keeper, mark, EPISODE_ENV)
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(keeper)
+        try:
+            os.kill(keeper, signal.SIGCONT)
+            if not select.select([descriptor], [], [], END_S)[0]:
+                os.kill(keeper, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+async def _read_all(descriptor: int) -> str:
+    """Return what comes from a pipe until its other end is closed."""
+    loop, stream = asyncio.get_running_loop(), asyncio.StreamReader()
+    with open(os.dup(descriptor), "rb", buffering=0) as pipe:
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), pipe
+        )
+        try:
+            return (await stream.read()).decode()
+        finally:
+            transport.close()
+
+
+async def _read_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    """Read a stream to its end, and keep the last part of it."""
     while data := await stream.read(_READ_BYTES):
-        tail = (tail + data)[-_TAIL_BYTES:]
-    return tail.decode(errors="replace")
+        tail += data
+        del tail[:-_TAIL_BYTES]
 
 
 def _result(path: Path) -> Any:
     """Return what a program has left as its result; None without one."""
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_RESULT_BYTES:
-            raise EpisodeFailure("agent", f"{RESULT_FILE} is a link, or larger than 1 MiB")
-        return json.loads(path.read_bytes())
+        # a pipe without a writer would be waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_RESULT_BYTES:
+                raise EpisodeFailure("agent", f"{RESULT_FILE} is no file, or larger than 1 MiB")
+            with open(descriptor, "rb", closefd=False) as file:
+                return json.loads(file.read())
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise EpisodeFailure("agent", f"{RESULT_FILE} cannot be read: {error}") from error
+        problem = "is a link" if path.is_symlink() else f"cannot be read: {error}"
+        raise EpisodeFailure("agent", f"{RESULT_FILE} {problem}") from error

@@ -9,11 +9,13 @@ from typing import Any, Literal, Protocol
 
 from spmd_rl.config.load import from_data
 from spmd_rl.config.rules import at_least, require
+from spmd_rl.config.run import RunConfig
 from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.hooks.config import HookConfig
 
+OnError = Literal["zero", "fail"]
 PROGRAM = "spmd_rl.environments.program:AgentProgram"
 ANSWER = "spmd_rl.rewards.answers.match:exact"  # the reward of recipes that say none
 
@@ -47,9 +49,12 @@ class AgentConfig:
     # that the policy draws in an episode in an environment, over all turns; 0: no limit
     max_tokens_total: int = 0
     # seconds of one episode, without the time that it waits for the engine; 0: none
-    deadline_s: float = 600.0
+    deadline_s: float = 300.0
     # share of the episodes of a step, or of an evaluation's set, that may fail before the run ends
     max_failed: float = 0.5
+    # what an error of a program leads to that the policy has caused, by a reply that was cut, a
+    # full context, a wrong call or too many turns: a reward of 0, or a failure as other errors do
+    on_error: OnError = "zero"
     # branches of a program's conversations that are learned: all; main, which is what led to the
     # last reply; or a function learn(sample)
     learn: str = "all"
@@ -91,6 +96,8 @@ class AgentRecipe(Protocol):
     def reward(self) -> str | dict[str, float]: ...
     @property
     def prompts(self) -> PromptFormat: ...
+    @property
+    def run(self) -> RunConfig: ...
 
 
 def agree_with_agent(cfg: AgentRecipe) -> None:
@@ -98,6 +105,11 @@ def agree_with_agent(cfg: AgentRecipe) -> None:
     if not cfg.agent.kind:
         return
     hooks_with_agent(cfg.hooks, cfg.agent)
+    if cfg.agent.deadline_s >= cfg.run.deadline_s:
+        raise ConfigError(
+            f"agent.deadline_s = {cfg.agent.deadline_s:g} fails an episode, and run.deadline_s = "
+            f"{cfg.run.deadline_s:g} ends the run that waits for it: raise run.deadline_s above it"
+        )
     if not cfg.prompts.chat_template:
         raise ConfigError(f"agent.kind = {cfg.agent.kind!r} needs prompts.chat_template = true")
     if cfg.reward == ANSWER:

@@ -37,11 +37,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class AgentReply:
-    """What the policy said in one turn. `status` is "truncated" where a limit has cut it off."""
+    """What the policy said in one turn. `status` is "truncated" where a limit has cut it off.
+
+    `text` follows the thought, and is empty where that was never closed. `thought` is empty where
+    the policy has not thought.
+    """
 
     text: str
     status: TurnStatus = "completed"
     agent: str = ""
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Played:
     """An episode that has ended, for `Environment.score`.
 
     `messages` are all that each agent has seen and said, and `rewards` the sums of the rewards of
-    their turns, by the agent's name.
+    their turns, by the agent's name. A thought is the "reasoning_content" of what was said.
     """
 
     prompt: Prompt

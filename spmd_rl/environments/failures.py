@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import SpmdError
+from spmd_rl.types.failures import told_causes
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import Sample, error_of
 
@@ -24,7 +25,8 @@ def refuse_failures(groups: Sequence[Group], cfg: AgentConfig) -> None:
     if len(failed) > cfg.max_failed * num_episodes:
         raise SpmdError(
             f"{len(failed)} of {num_episodes} episodes have failed, and "
-            f"agent.max_failed = {cfg.max_failed:g} is the share that may: {error_of(failed[-1])}"
+            f"agent.max_failed = {cfg.max_failed:g} is the share that may: "
+            + "; ".join(told_causes(map(error_of, failed)))
         )
 
 

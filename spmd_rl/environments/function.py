@@ -8,11 +8,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, ended, task_of
+from spmd_rl.environments.client_agents import (
+    MAX_NOTE,
+    ClientSession,
+    ended,
+    require_reward,
+    rewarded,
+    task_of,
+)
+from spmd_rl.environments.client_errors import after_error, names_of
+from spmd_rl.environments.config import OnError
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
+from spmd_rl.hooks.results import preview
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -25,16 +35,16 @@ class FunctionAgent:
     `num_threads` is the most that run at once.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._function = load_agent_function(name)
+    def __init__(self, name: str, num_threads: int, on_error: OnError = "zero") -> None:
+        self._function, self._on_error = load_agent_function(name), on_error
         self._threads = ThreadPoolExecutor(num_threads, "agent")
 
     async def play(self, ctx: HookContext, prompt: Prompt, session: ClientSession) -> list[Sample]:
         """Run the function to its end, and return what it has drawn.
 
         A text that it returns is noted beside the sample as "result".
-        Raises: EpisodeFailure of the kind "agent" for whatever it raises, but where the limit of
-        turns has ended it.
+        Raises: EpisodeFailure of the kind "agent" for whatever it raises, but for an error that
+        the policy has caused, if `on_error` says so.
         """
         given = session.base_url, session.key, task_of(prompt)
         try:
@@ -46,14 +56,16 @@ class FunctionAgent:
         except (EpisodeFailure, asyncio.CancelledError):
             raise
         # a user's function may raise anything
-        except Exception as error:
-            if session.is_over:
-                return ended(session, None)
-            sentence = f"the agent raised {type(error).__name__}: {error}"
-            raise EpisodeFailure("agent", sentence) from error
+        except Exception as error:  # noqa: BLE001
+            failure = EpisodeFailure("agent", f"the agent raised {type(error).__name__}: {error}")
+            told = session.samples(), failure, names_of(error), self._on_error
+            return rewarded(after_error(*told, is_over=session.is_over), None)
         if isinstance(result, str):
             ctx.note("result", result[:MAX_NOTE])
-        return ended(session, result)
+        samples = ended(session, result)
+        problem = f"the agent returned {preview(result)}, which is no reward"
+        require_reward(ctx, prompt, samples, problem)
+        return samples
 
 
 def load_agent_function(name: str) -> Callable[..., Any]:

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_rl.environments.client_agents import load_learn
-from spmd_rl.environments.client_program import CommandAgent, command_words
+from spmd_rl.environments.client_agents import check_gateway, load_learn
+from spmd_rl.environments.client_program import CommandAgent, check_command
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
 from spmd_rl.environments.function import FunctionAgent, load_agent_function
@@ -27,8 +27,9 @@ METHODS = ("reset", "step", "score", "close")
 def client_agent(cfg: AgentConfig, num_threads: int) -> FunctionAgent | CommandAgent:
     """Return the program that calls the policy over HTTP. Raises: ConfigError."""
     if cfg.kind == "function":
-        return FunctionAgent(cfg.name, num_threads)
-    return CommandAgent(cfg.name, {name: str(value) for name, value in cfg.args.items()})
+        return FunctionAgent(cfg.name, num_threads, cfg.on_error)
+    variables = {name: str(value) for name, value in cfg.args.items()}
+    return CommandAgent(cfg.name, variables, cfg.on_error)
 
 
 def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
@@ -51,6 +52,8 @@ def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
 def check_agent(cfg: AgentConfig) -> None:
     """Import what a config names. Raises: ConfigError that says what is wrong with it."""
     load_learn(cfg.learn)
+    if cfg.kind in ("function", "command", "verifiers"):
+        check_gateway(cfg)
     if cfg.kind == "skyrl_gym":
         check_skyrl_gym(cfg.name)
     elif cfg.kind == "textarena":
@@ -66,7 +69,7 @@ def check_agent(cfg: AgentConfig) -> None:
     elif cfg.kind == "function":
         load_agent_function(cfg.name)
     elif cfg.kind == "command":
-        command_words(cfg.name)
+        check_command(cfg.name, cfg.args)
     elif cfg.kind == "tools":
         check_sandbox(TOOL_LIMITS)
         _check_args(cfg.kind, CodeTools, cfg.args)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spmd_rl.environments.environment import AgentReply, Ending, Environment, Observation, Played
+from spmd_rl.environments.environment import Ending, Environment, Observation, Played
 from spmd_rl.environments.player import Player, begin_conversation
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.failures import EpisodeFailure
@@ -99,15 +99,13 @@ class _Episode:
             if max_tokens == 0:
                 return "tokens"
             player = await self._player(seen)
-            turn = await player.reply(self._engine, seen.state, max_tokens)
-            if not len(turn.tokens):
+            reply, num_tokens = await player.reply(self._engine, seen.state, max_tokens)
+            if not num_tokens:
                 return "context"
             self._num_turns += 1
-            self._num_drawn += len(turn.tokens)
-            reply = AgentReply(turn.text, turn.status, seen.agent)
-            agent = seen.agent
+            self._num_drawn += num_tokens
             seen = await _of_environment("step", self._environment.step(reply))
-            self._reward(agent, seen)
+            self._reward(reply.agent, seen)
         for name, player in self._players.items():
             if name == seen.agent:
                 player.see(seen.messages)

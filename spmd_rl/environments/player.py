@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from spmd_rl.environments.environment import Message, TurnRecord
+from spmd_rl.data.logs.form import message
+from spmd_rl.environments.environment import AgentReply, Message, TurnRecord
 from spmd_rl.hooks.child.conversation import Conversation
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
-from spmd_rl.hooks.transcript import Transcript, Turn
+from spmd_rl.hooks.transcript import Transcript
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import AGENT, TURN_RECORDS, Sample
+from spmd_rl.types.samples import AGENT, MODEL, TURN_RECORDS, Sample
 
 
 class Player:
-    """One agent of an episode. Its turns are drawn in a conversation of its own."""
+    """One agent of an episode. Its turns are drawn in a conversation of its own.
+
+    `messages` are all that it has seen and said. What follows a thought is said; the thought itself
+    is the message's "reasoning_content".
+    """
 
     def __init__(self, agent: str, conversation: Conversation) -> None:
         self.agent = agent
         self.reward = 0.0  # of its turns so far
         self._conversation = conversation
+        self.messages = [dict(one) for one in conversation.messages]
         self._records: list[list[TurnRecord]] = []  # of each transcript
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """All that the agent has seen and said."""
-        return self._conversation.messages
 
     def see(self, messages: Sequence[Message]) -> None:
         """Add what the environment shows."""
         self._conversation.messages.extend(dict(one) for one in messages)
+        self.messages.extend(dict(one) for one in messages)
 
-    async def reply(self, engine: EpisodeEngine, state: bytes, max_tokens: int | None) -> Turn:
-        """Let the policy draw the agent's next turn.
+    async def reply(
+        self, engine: EpisodeEngine, state: bytes, max_tokens: int | None
+    ) -> tuple[AgentReply, int]:
+        """Let the policy draw the agent's next turn. Return what it said, and the tokens of it.
 
-        A turn without tokens says that the context is full. Blocking and errors are those of
+        A turn of no tokens says that the context is full. Blocking and errors are those of
         `Conversation.complete`.
         """
         turn = await self._conversation.complete(engine, max_tokens)
@@ -44,7 +47,9 @@ class Player:
         if num_tokens := len(turn.tokens):
             first = len(transcripts[-1].data) - num_tokens
             self._records[-1].append(TurnRecord(self.agent, state, first, num_tokens))
-        return turn
+        thought, said = self._conversation.last_reply()
+        self.messages.append(message(MODEL, said, reasoning_content=thought))
+        return AgentReply(said, turn.status, self.agent, thought), num_tokens
 
     def rewarded(self, reward: float) -> None:
         """Give the agent's last turn a reward."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_rl.environments.client_agents import ClientSession, gateway_of, rewarded
+from spmd_rl.environments.client_errors import after_error, zeroed
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
@@ -73,7 +74,14 @@ class VerifiersProgram:
         try:
             (slot,) = self._env.slots(task)
             episode = await self._env.run_slot(slot, self._model, on_trace=begun)
-            refuse_errors(episode)
+            try:
+                refuse_errors(episode)
+            except EpisodeFailure as failure:
+                drawn = [one for session in sessions.values() for one in session.samples()]
+                names = [error.type for error in errors_of(episode)]
+                after_error(drawn, failure, names, self._cfg.on_error)
+                samples = samples_of_traces(episode.traces, sessions)
+                return zeroed(samples, str(failure), is_over=False)
             return samples_of_traces(episode.traces, sessions)
         finally:
             for session in sessions.values():
@@ -172,10 +180,14 @@ def samples_of_traces(traces: Sequence[Any], sessions: Mapping[str, ClientSessio
     return rewarded(samples, None)
 
 
+def errors_of(episode: Any) -> list[Any]:
+    """Return the errors of an episode and of its traces."""
+    return [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+
+
 def refuse_errors(episode: Any) -> None:
     """Raise an EpisodeFailure for an episode that verifiers could not play to its end."""
-    errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-    if errors:
+    if errors := errors_of(episode):
         first = errors[0]
         kind = KINDS.get(first.type, "environment")
         raise EpisodeFailure(kind, f"{first.type}: {first.message}"[:1000])

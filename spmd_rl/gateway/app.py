@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway import sse
+from spmd_rl.gateway.answers import Headers, Send, send_body, send_error, send_json
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.keys import key_of
-from spmd_rl.gateway.limits import whole_body
+from spmd_rl.gateway.limits import SHOWN, whole_body
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.session import Session
 
-Headers = list[tuple[bytes, bytes]]
-Send = Callable[[Any], Any]
-_JSON = (b"content-type", b"application/json")
+_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+_NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
+MAX_IGNORED, MAX_NAME = 32, 64  # names of ignored fields in a header, and characters of one
 
 
 class EventStream(Protocol):
@@ -50,22 +54,25 @@ class SessionFinder(Protocol):
 
 
 StreamOf = Callable[[Asked, Begun], EventStream]
+Reader = Callable[[Json, SamplingRules], Asked]
 
 
 class Dialect(NamedTuple):
     """A dialect of requests. One without `stream` answers as a whole."""
 
-    read: Callable[[Json, SamplingRules], Asked]
+    read: Reader
     answer: Callable[[Asked, Drawn], Json]
     stream: StreamOf | None = None
 
 
 CHAT = Dialect(chat.read, chat.answer, chat.ChatStream)
+COMPLETIONS = Dialect(completions.read, completions.answer, completions.CompletionStream)
 RESPONSES = Dialect(responses.read, responses.answer, responses.ResponseStream)
 MESSAGES = Dialect(messages.read, messages.answer, messages.MessageStream)
 TOKENS = Dialect(tokens.read, tokens.answer)
 DRAWN = {
     "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": TOKENS,
@@ -77,13 +84,30 @@ def make_app(sessions: SessionFinder) -> Starlette:
     ends: dict[str, Any] = {path: _Drawing(sessions, one) for path, one in DRAWN.items()}
     ends["/v1/messages/count_tokens"] = _Counting(sessions)
     ends["/v1/models"] = ends["/v1/models/{model:path}"] = _Models(sessions)
-    routes = [Route("/health", _Health(sessions), methods=["GET"])]
+    routes = [
+        Route("/health", _Health(sessions), methods=["GET"]),
+        Route("/metrics", _Metrics(sessions), methods=["GET"]),
+    ]
     for path, end in ends.items():
         routes += [
             Route(prefix + path, end, methods=["GET" if "models" in path else "POST"])
             for prefix in ("", "/s/{key}")
         ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((404, 405, 500), _no_answer))
+
+
+async def _no_answer(request: Any, error: Any) -> Any:
+    """Return what answers a path or a method that no endpoint has, and a fault of this program."""
+    status, more = getattr(error, "status_code", 500), getattr(error, "headers", None)
+    problem = {
+        404: f"no endpoint has this path: there are {', '.join(DRAWN)} and /v1/models",
+        405: f"this endpoint does not take {request.method}",
+    }.get(status, "this server has failed")
+
+    async def answer(scope: Any, receive: Any, send: Send) -> None:
+        await send_error(scope, send, Refused("", problem, status=status), more)
+
+    return answer
 
 
 class _Endpoint:
@@ -97,7 +121,7 @@ class _Endpoint:
         try:
             await self.serve(scope, receive, send)
         except SpmdError as error:
-            await _send_error(scope, send, error)
+            await send_error(scope, send, error)
 
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         raise NotImplementedError
@@ -106,12 +130,34 @@ class _Endpoint:
         """Return the session of a request. Raises: Refused."""
         headers = scope["headers"]
         name = dict(headers).get(b"x-session-id", b"").decode("latin-1")
-        return self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
+        session = self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
+        scope[SHOWN]()
+        return session
+
+    async def asked(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+        """Return what a body asks for, with the names of all that is ignored. Raises: Refused."""
+        return await self.sessions.parts.work(len(body), self._read, read, body, rules)
+
+    def _read(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+        asked = read(read_body(body), rules)
+        parts = self.sessions.parts
+        if asked.unknown and self.config.unknown_fields == "refuse":
+            problem = "this gateway does not know the field, and refuses it by "
+            raise Refused(asked.unknown[0], f"{problem}{parts.settings}.unknown_fields")
+        unread = parts.texts.unread(asked.extras.template_kwargs)
+        names = (f"chat_template_kwargs.{name}" for name in unread)
+        return replace(asked, ignored=(*asked.ignored, *asked.unknown, *names))
 
 
 class _Health(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
-        await _send(send, 200, {"status": "ok"})
+        await send_json(send, 200, {"status": "ok"})
+
+
+class _Metrics(_Endpoint):
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        text = self.sessions.parts.counts.text().encode()
+        await send_body(send, 200, text, [(b"content-type", _PROMETHEUS)])
 
 
 class _Models(_Endpoint):
@@ -121,15 +167,16 @@ class _Models(_Endpoint):
         facts = {"id": parts.model, "object": "model", "created": 0, "owned_by": "spmd_rl"}
         facts["max_model_len"] = parts.texts.context_tokens
         one = "model" in scope["path_params"]
-        await _send(send, 200, facts if one else {"object": "list", "data": [facts]})
+        await send_json(send, 200, facts if one else {"object": "list", "data": [facts]})
 
 
 class _Counting(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
-        body = read_body(await whole_body(scope, receive, self.config))
-        count = session.count_tokens(messages.read_counted(body))
-        await _send(send, 200, {"input_tokens": count})
+        body = await whole_body(scope, receive, self.config)
+        asked = await self.asked(messages.read_counted, body, session.rules)
+        count = await self.sessions.parts.work(len(body), session.count_tokens, asked)
+        await send_json(send, 200, {"input_tokens": count}, _ignored(asked))
 
 
 class _Drawing(_Endpoint):
@@ -142,44 +189,42 @@ class _Drawing(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
         body = await whole_body(scope, receive, self.config)
-        asked = self._dialect.read(read_body(body), session.rules)
+        asked = await self.asked(self._dialect.read, body, session.rules)
         named, again = _retry(scope["headers"])
         path = scope["path"].rpartition("/")[2].encode()
-        call = session.ask(asked, b"\n".join((path, named, body)), again=again)
-        call.join()
-        gone = asyncio.ensure_future(_until_gone(receive))
-        stream = self._dialect.stream if asked.stream else None
-        work: asyncio.Future[Any] = call.task
-        if stream is not None:
-            work = asyncio.ensure_future(self._stream(stream, session, call, send))
+        request = sha256(b"\n".join((path, named, body))).digest()
+        calls: list[ReplyCall] = []
+        tasks: list[asyncio.Future[None]] = []
+        answered = False
         try:
-            await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return
-            if stream is None or not work.result():
-                await self._whole(session, call, send)
+            for one in (asked, *asked.more):
+                name = request + b"%d" % one.choice
+                calls.append(session.ask(one, name, again=again, num_bytes=len(body)))
+                calls[-1].join()
+            tasks += [asyncio.ensure_future(_until_gone(receive))]
+            tasks += [asyncio.ensure_future(self._answer(session, calls, send))]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if answered := tasks[1].done():
+                tasks[1].result()
         finally:
-            gone.cancel()
-            if stream is not None:
-                work.cancel()
-            session.leave(call)
+            for task in tasks:
+                task.cancel()
+            for call in calls:
+                session.leave(call, answered=answered)
 
-    async def _stream(self, make: StreamOf, session: Session, call: ReplyCall, send: Send) -> bool:
-        """Send the answer as events; return False where the call ended before it had begun."""
-        waited: list[asyncio.Future[Any]] = [call.begun, call.task]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not call.begun.done() or call.begun.cancelled():
-            return False
-        await self._send_events(session, call, make(call.asked, call.begun.result()), send)
-        return True
-
-    async def _whole(self, session: Session, call: ReplyCall, send: Send) -> None:
-        """Send the answer as a whole. Raises: SpmdError."""
-        drawn = await _outcome(call)
-        versions = drawn.data.versions
+    async def _answer(self, session: Session, calls: list[ReplyCall], send: Send) -> None:
+        """Send what was drawn, as a stream or as a whole. Raises: SpmdError."""
+        asked, make = calls[0].asked, self._dialect.stream
+        if asked.stream and make is not None and (begun := await _begun(calls[0])):
+            await self._send_events(session, calls[0], make(asked, begun), send)
+            return
+        drawn = await _all_drawn(calls)
+        versions = np.concatenate([one.data.versions for one in drawn])
         span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]
-        headers = _headers(call.asked, span)
-        await _send(send, 200, self._dialect.answer(call.asked, drawn), headers)
+        answers = [
+            self._dialect.answer(call.asked, one) for call, one in zip(calls, drawn, strict=True)
+        ]
+        await send_json(send, 200, chat.joined(asked, answers), _headers(asked, span))
 
     async def _send_events(
         self, session: Session, call: ReplyCall, stream: EventStream, send: Send
@@ -204,6 +249,23 @@ class _Drawing(_Endpoint):
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             return  # the connection is closed, as the response has no end
+
+
+async def _begun(call: ReplyCall) -> Begun | None:
+    """Return the first facts of a reply; None where the call ended before it had begun."""
+    waited: list[asyncio.Future[Any]] = [call.begun, call.task]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    is_begun = call.begun.done() and not call.begun.cancelled()
+    return call.begun.result() if is_begun else None
+
+
+async def _all_drawn(calls: list[ReplyCall]) -> list[Drawn]:
+    """Return what all calls drew. Raises: SpmdError, as soon as one of them has failed."""
+    waited = [call.task for call in calls]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_EXCEPTION)
+    ended = [await _outcome(call) for call in calls if call.task.done()]
+    assert len(ended) == len(calls)  # else one of those that ended has failed
+    return ended
 
 
 async def _outcome(call: ReplyCall) -> Drawn:
@@ -231,41 +293,12 @@ def _retry(headers: Headers) -> tuple[bytes, bool]:
 def _headers(asked: Asked, versions: list[int]) -> Headers:
     """Return the headers that tell the weights, and the fields that were ignored."""
     span = "-".join(dict.fromkeys(map(str, versions)))
-    headers = [(b"x-spmd-weights", span.encode())]
-    if asked.ignored:
-        headers.append((b"x-spmd-ignored", ", ".join(asked.ignored).encode()))
-    return headers
+    return [(b"x-spmd-weights", span.encode()), *_ignored(asked)]
 
 
-async def _send(send: Send, status: int, body: Any, headers: Iterable[Any] = ()) -> None:
-    data = msgspec.json.encode(body)
-    size = (b"content-length", str(len(data)).encode())
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [_JSON, size, *headers]}
-    )
-    await send({"type": "http.response.body", "body": data})
-
-
-_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
-_ANTHROPIC |= {429: "rate_limit_error", 408: "timeout_error"}
-
-
-async def _send_error(scope: Any, send: Send, error: SpmdError) -> None:
-    """Tell a client why there is no answer, in the form that it knows."""
-    refused = error if isinstance(error, Refused) else Refused("", str(error), status=500)
-    status, text = refused.status, str(refused)
-    if "/v1/messages" in scope["path"]:
-        kind = _ANTHROPIC.get(status, "api_error")
-        body: Json = {"type": "error", "error": {"type": kind, "message": text}}
-    else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        facts = {"message": text, "type": kind, "param": refused.field or None}
-        body = {"error": facts | {"code": refused.code or None}}
-    headers: Headers = []
-    if refused.retry_after_s:
-        headers.append((b"retry-after", str(refused.retry_after_s).encode()))
-    if status in (408, 413, 415):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    if status == 500:
-        headers.append((b"x-should-retry", b"false"))
-    await _send(send, status, body, headers)
+def _ignored(asked: Asked) -> Headers:
+    """Return the header that names what was ignored, in letters that a header may have."""
+    names = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in asked.ignored[:MAX_IGNORED]]
+    if len(asked.ignored) > MAX_IGNORED:
+        names.append("...")
+    return [(b"x-spmd-ignored", ", ".join(names).encode())] if names else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Literal
 
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
@@ -19,12 +20,15 @@ class GatewayConfig:
     max_body_mb: int = 16  # of a request
     max_header_kb: int = 64  # of the head of a request
     max_sessions: int = 4096  # that are open in a process
-    max_connections: int = 8192  # that are open in a process; more are closed at once
+    # that are open in a process; more close the oldest of those that have shown no key
+    max_connections: int = 8192
     max_waiting: int = 64  # calls of a session that wait for the engine; more get 429
     keep_alive_s: float = 300.0  # an idle connection stays open for longer than clients keep it
     request_s: float = 15.0  # in which the head of a request must come, and again its body
     heartbeat_s: float = 10.0  # between comments in a stream that draws nothing
     template: TemplateMode = "follow"  # what a chat template rewrites begins anew, or is kept
+    # fields of a request that are not known: ignore them by name, in x-spmd-ignored, or refuse them
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
     response_template: str = ""  # form of tool calls: a name or a file; "": that of the template
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -11,25 +11,40 @@ from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Refused
 
 KB, MB = 1 << 10, 1 << 20
+SHOWN = "spmd_rl.key_shown"  # of a request's scope: what to call once it has shown a key
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A connection whose requests must begin in time, with a head that is not too large."""
+    """A connection whose requests must begin in time, with a head that is not too large.
+
+    `strangers` are those that have shown no key, the oldest first. Where there are too many
+    connections, the oldest stranger is closed.
+    """
 
     limits: ClassVar[GatewayConfig]
+    strangers: ClassVar[dict[GuardedProtocol, None]]
     _num_head_bytes = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        is_known = self.client is not None and self.limits.admits(self.client[0])
-        if not is_known or len(self.connections) > self.limits.max_connections:
+        if self.client is None or not self.limits.admits(self.client[0]):
             transport.abort()
             return
+        self.strangers[self] = None
         self._expect_head()
+        if len(self.connections) > self.limits.max_connections:
+            next(iter(self.strangers)).give_way()
+
+    def give_way(self) -> None:
+        """Close the connection at once, because there are too many."""
+        self.strangers.pop(self, None)
+        self.connections.discard(self)
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.strangers.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -42,6 +57,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        scope = cast("dict[str, Any]", self.scope)
+        scope[SHOWN] = lambda: self.strangers.pop(self, None)
         self._expect_head()
 
     def on_headers_complete(self) -> None:
@@ -62,7 +79,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded_by(config: GatewayConfig) -> type[GuardedProtocol]:
     """Return the protocol with these limits."""
-    return type("LimitedProtocol", (GuardedProtocol,), {"limits": config})
+    return type("LimitedProtocol", (GuardedProtocol,), {"limits": config, "strangers": {}})
 
 
 async def whole_body(scope: Any, receive: Any, config: GatewayConfig) -> bytes:

@@ -46,8 +46,9 @@ class Attach(Generic[T]):
     """Where a conversation goes on: after `node`, with the messages `rest`.
 
     `reason` is "extends" after a node, and "new" at the start. It is "rewritten" where the rest
-    holds a reply that this session has not drawn. It is "tools changed" where a node would fit if
-    the tools were those of before.
+    holds a reply that does not go on from there: one of this session whose past was changed, or one
+    that it has not drawn after a first message that it knows. It is "tools changed" where a node
+    would fit if the tools were those of before.
     """
 
     node: ReplyNode[T] | None
@@ -63,6 +64,7 @@ class MessageTree(Generic[T]):
         self._nodes: dict[bytes, list[ReplyNode[T]]] = {}  # by the digest of all messages
         self._without_tools: set[bytes] = set()  # digests of the same messages
         self._first: set[bytes] = set()  # digests of first messages
+        self._replies: set[bytes] = set()  # digests of replies, whatever was before them
 
     def attach(self, messages: Sequence[Message], tools: bytes) -> Attach[T]:
         """Return the deepest node whose whole path is a prefix of the messages.
@@ -77,16 +79,16 @@ class MessageTree(Generic[T]):
             for node in reversed(self._nodes.get(path.digests[length], ())):
                 if same_thoughts(_thoughts(node), path.thoughts):
                     rest = list(messages[length:])
-                    is_ours = all(message["role"] != MODEL for message in rest)
-                    return Attach(node, rest, "extends" if is_ours else "rewritten", path)
+                    return Attach(node, rest, "rewritten" if _replies(rest) else "extends", path)
         return Attach(None, list(messages), self._reason(messages, path), path)
 
     def _reason(self, messages: Sequence[Message], path: MessagePath) -> Reason:
-        if all(message["role"] != MODEL for message in messages):
+        if not _replies(messages):
             return "new"
         if any(digest in self._without_tools for digest in path.bare):
             return "tools changed"
-        return "rewritten" if path.bare[1] in self._first else "new"
+        is_known = path.bare[1] in self._first
+        return "rewritten" if is_known or self._replies & set(path.single) else "new"
 
     def add(self, attach: Attach[T], reply: Message, held: T) -> ReplyNode[T]:
         """Add a reply to the place where it was drawn, and return its node."""
@@ -97,7 +99,12 @@ class MessageTree(Generic[T]):
         self._nodes.setdefault(attach.path.digests[-1], []).append(node)
         self._without_tools.add(attach.path.bare[-1])
         self._first.add(attach.path.bare[1])
+        self._replies.add(attach.path.single[-1])
         return node
+
+
+def _replies(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] == MODEL]
 
 
 def _thoughts(node: ReplyNode[T]) -> list[str]:

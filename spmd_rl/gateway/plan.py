@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,24 +20,38 @@ from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Refused
 from spmd_rl.gateway.follow_template import HeldText, next_prompt
 from spmd_rl.gateway.message_tree import Attach, MessageTree, TokenTree
+from spmd_rl.gateway.metrics import CallCounts
 from spmd_rl.gateway.replies import ReplyFormat
 from spmd_rl.gateway.turns import DrawnTurn
 from spmd_rl.hooks.texts import EpisodeTexts
 
+T = TypeVar("T")
+LONG_BYTES = 1 << 16  # of a request; a longer one is read and rendered outside of the event loop
+
 
 @dataclass(frozen=True)
 class SessionParts:
-    """What all sessions of a process share.
-
-    One thread at a time renders long conversations, so that the event loop keeps its turn.
-    """
+    """What all sessions of a process share. `settings` is what the names of settings begin with."""
 
     config: GatewayConfig
     texts: EpisodeTexts
     replies: ReplyFormat
     model: str
     branches: Branches = field(default_factory=Branches)
-    long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settings: str = "agent.gateway"
+    counts: CallCounts = field(default_factory=CallCounts)
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "long requests")
+    )
+
+    async def work(self, size: int, do: Callable[..., T], *given: Any) -> T:
+        """Return what a function makes of a request of this size.
+
+        One thread does all long ones in turn, so that the event loop keeps its turn.
+        """
+        if size <= LONG_BYTES:
+            return do(*given)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(do, *given))
 
 
 class Plan(NamedTuple):
@@ -50,6 +66,13 @@ class Plan(NamedTuple):
     def num_cached(self) -> int:
         return self.before.num_tokens if self.before else 0
 
+    @property
+    def follows(self) -> DrawnTurn | None:
+        """The turn whose messages the call goes on from, also where the template rewrites them."""
+        if self.before is None and self.attach is not None and self.attach.node is not None:
+            return self.attach.node.held
+        return self.before
+
     def prompt_ids(self) -> NDArray[np.int32]:
         return np.concatenate([*([self.before.ids()] if self.before else []), self.ids])
 
@@ -61,10 +84,34 @@ def make_plan(
     asked: Asked,
 ) -> Plan:
     """Return where a call goes on. Raises: Refused for messages that the template refuses."""
-    if asked.token_ids is not None:
-        before, length = token_tree.find(asked.token_ids)
-        return Plan(before, asked.token_ids[length:], "", None)
-    texts, replies = parts.texts, parts.replies
+    texts = parts.texts
+    if (ids := _token_ids(texts, asked)) is not None:
+        before, length = token_tree.find(ids)
+        return Plan(before, ids[length:], "", None)
+    _check_shown(parts, asked)
+    tools = msgspec.json.encode(list(asked.extras), order="deterministic")
+    attach = tree.attach(asked.messages, tools)
+    try:
+        made = next_prompt(texts, asked.extras, _held(attach), attach.rest, parts.config.template)
+    except SpmdError as error:
+        raise Refused("messages", str(error).removeprefix("messages: ")) from error
+    before = attach.node.held if attach.node and not made.is_context else None
+    return Plan(before, np.array(made.ids, np.int32), made.text, attach)
+
+
+def _token_ids(texts: EpisodeTexts, asked: Asked) -> NDArray[np.int32] | None:
+    """Return the token ids of a prompt that has no messages; None of one that has. Shape: [T]."""
+    if asked.prompt_text is None:
+        return asked.token_ids
+    ids = np.array(texts.encode(asked.prompt_text, special_tokens=True), np.int32)
+    if not len(ids):
+        raise Refused("prompt", "expected a text of at least one token")
+    return ids
+
+
+def _check_shown(parts: SessionParts, asked: Asked) -> None:
+    """Raise Refused where the chat template leaves out what is asked."""
+    texts = parts.texts
     if texts.chat_template is None:
         raise Refused("messages", "this model has no chat template: send token ids")
     if not _is_shown(lambda: texts.shows_texts):
@@ -78,20 +125,12 @@ def make_plan(
             "the chat template of this model leaves out tools: give its folder a template with "
             "them, or describe them in a message and read calls from the text",
         )
-    if asked.extras.tools and not replies.reads_calls:
+    if asked.extras.tools and not parts.replies.reads_calls:
         raise Refused(
             "tools",
             "it is not known how this model writes tool calls: name a form in "
-            "agent.gateway.response_template",
+            f"{parts.settings}.response_template",
         )
-    tools = msgspec.json.encode(list(asked.extras), order="deterministic")
-    attach = tree.attach(asked.messages, tools)
-    try:
-        made = next_prompt(texts, asked.extras, _held(attach), attach.rest, parts.config.template)
-    except SpmdError as error:
-        raise Refused("messages", str(error)) from error
-    before = attach.node.held if attach.node and not made.is_context else None
-    return Plan(before, np.array(made.ids, np.int32), made.text, attach)
 
 
 def _is_shown(asked: Callable[[], bool]) -> bool:

@@ -62,11 +62,13 @@ class ReplyFormat:
         return self._parser(template, opening, tools=tools)
 
 
-def choose_format(setting: str, chat_template: str | None) -> ReplyFormat:
+def choose_format(
+    setting: str, chat_template: str | None, settings: str = "agent.gateway"
+) -> ReplyFormat:
     """Return the format of a model's replies.
 
     `setting` names a form or a JSON file with one; "" takes the one of a known chat template, and
-    "plain" none.
+    "plain" none. The name of the setting begins with `settings`.
     Raises: ConfigError for a name without a form, and for a file that holds none.
     """
     if setting == "plain":
@@ -78,8 +80,13 @@ def choose_format(setting: str, chat_template: str | None) -> ReplyFormat:
     if not path.is_file():
         names = ", ".join([*FORMS, "plain"])
         raise ConfigError(
-            f"agent.gateway.response_template = {setting!r}: no file, and none of {names}"
+            f"{settings}.response_template = {setting!r}: no file, and none of {names}"
         )
+    return _format_of(path)
+
+
+def _format_of(path: Path) -> ReplyFormat:
+    """Return the format that a file holds. Raises: ConfigError."""
     try:
         return ReplyFormat(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (ValueError, TypeError, KeyError) as error:

@@ -13,17 +13,18 @@ from spmd_rl.gateway.replies import ReplyPiece
 class ReplyCall:
     """One reply while it is drawn. A client that asks again for the same reply joins the call.
 
-    When the last client has left before the end, the call is given up.
+    When the last client has left before the end, the call is given up. `num_claims` counts the
+    clients that wait for the answer, and those that got it.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, num_bytes: int) -> None:
+        self.asked, self.num_bytes = asked, num_bytes  # of the request
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[Begun] = loop.create_future()
         self.task: asyncio.Task[Drawn]
         self._pieces: list[ReplyPiece] = []
         self._waiting: set[asyncio.Future[None]] = set()
-        self._num_clients = 0
+        self._num_clients = self.num_claims = 0
 
     def start(self, task: asyncio.Task[Drawn]) -> None:
         """Take the task that draws the reply."""
@@ -32,10 +33,12 @@ class ReplyCall:
 
     def join(self) -> None:
         self._num_clients += 1
+        self.num_claims += 1
 
-    def leave(self) -> bool:
+    def leave(self, *, answered: bool) -> bool:
         """Note that a client does not wait any more; return whether nobody waits for the rest."""
         self._num_clients -= 1
+        self.num_claims -= not answered
         return self._num_clients == 0 and not self.task.done()
 
     def add(self, pieces: Iterable[ReplyPiece]) -> None:

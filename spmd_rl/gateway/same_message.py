@@ -27,11 +27,13 @@ class MessagePath:
 
     `digests[i]` stands for the first i messages and for what the conversation began with, such as
     its tools; `bare[i]` stands for the messages alone. Equal digests mean equal beginnings.
+    `single[i]` stands for message i alone.
     """
 
     def __init__(self, seed: bytes) -> None:
         self.digests = [_digest(seed)]
         self.bare = [_digest(b"")]
+        self.single: list[bytes] = []
         self.thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by the ids that the client knows
         self._num_calls = 0
@@ -51,6 +53,7 @@ class MessagePath:
         parts = msgspec.json.encode(self._parts(message), order="deterministic")
         for digests in (self.digests, self.bare):
             digests.append(_digest(digests[-1] + parts))
+        self.single.append(_digest(parts))
         self.thoughts.append(message.get("reasoning_content") or "")
 
     def _parts(self, message: Message) -> list[Any]:

@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
+from spmd_rl.gateway.metrics import CallEnd
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
 from spmd_rl.gateway.reply_call import ReplyCall
-from spmd_rl.gateway.turn_source import TurnSource
+from spmd_rl.gateway.turn_source import SourceTurn, TurnSource
 from spmd_rl.gateway.turns import DrawnTurn, transcript_after
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.transcript import Transcript, Turn
@@ -22,11 +23,9 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 MAX_ANSWERED = 64  # answered calls that a retry may ask for again
-LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
+MAX_UNANSWERED = 4096  # requests without an answer, whose retries are draws of their own
 NO_TURNS = "max_turns_reached"  # code of a refusal
 REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
-
-CallEnd = Literal["answered", "lost", "failed"]
 
 
 class AgentCall(NamedTuple):
@@ -75,8 +74,9 @@ class Session:
         self._token_tree: TokenTree[DrawnTurn] = TokenTree()
         self._turns: list[DrawnTurn] = []
         self._open: set[ReplyCall] = set()
-        self._calls: dict[bytes, ReplyCall] = {}  # open or answered, by request
+        self._calls: dict[bytes, list[ReplyCall]] = {}  # open or answered, by request
         self._answered: deque[tuple[bytes, ReplyCall]] = deque()
+        self._unanswered: deque[bytes] = deque(maxlen=MAX_UNANSWERED)
         self._records: list[AgentCall] = []
         self._num_calls = 0
         self._forget = forget
@@ -110,82 +110,101 @@ class Session:
         plan = self._plan(asked)
         return plan.num_cached + len(plan.ids)
 
-    def ask(self, asked: Asked, request: bytes, *, again: bool) -> ReplyCall:
+    def ask(self, asked: Asked, request: bytes, *, again: bool, num_bytes: int = 0) -> ReplyCall:
         """Begin to draw a reply, and return the call, which the caller joins.
 
-        `request` is what the client sent. While an equal one is open its call is returned; with
-        `again`, which a client says of a retry, an answered one too.
+        `request` is what the client sent, or stands for it; `num_bytes` says how much that was.
+        With `again`, which a client says of a retry, the call of an equal one is returned. Else
+        equal requests are draws of their own, also at once.
         Raises: Refused, while too many calls wait, after the last turn, or after the end.
         """
         if self._closed:
             raise Refused("", "the session has ended", status=401)
         tag = blake2b(request, digest_size=16).digest()
-        known = self._calls.get(tag)
-        if known is not None and (again or not known.task.done()):
+        if again and (known := self._tried_before(tag)) is not None:
             return known
         if 0 < self._max_turns <= len(self._turns) + len(self._open):
             self.is_over = True
             problem = f"the episode has had its {self._max_turns} turns (agent.max_turns)"
             raise Refused("", problem, code=NO_TURNS)
         if len(self._open) >= self._parts.config.max_waiting:
+            self._unanswered.append(tag)
             problem = f"{len(self._open)} calls of this session wait for the engine already"
             raise Refused("", problem, status=429, retry_after_s=1)
-        call = ReplyCall(asked)
-        self._calls[tag] = call
+        call = ReplyCall(asked, max(num_bytes, len(request)))
+        self._calls.setdefault(tag, []).append(call)
         self._open.add(call)
+        self._parts.counts.num_open += 1
         call.start(asyncio.get_running_loop().create_task(self._draw(call)))
         call.task.add_done_callback(lambda task: self._ended(call, tag, task))
         return call
 
-    def leave(self, call: ReplyCall) -> None:
-        """Note that a client has left. A call for which nobody waits is given up."""
-        if call.leave():
+    def _tried_before(self, tag: bytes) -> ReplyCall | None:
+        """Return the call whose answer a retry asks for; None where its first try got no call.
+
+        Of equal calls it is the one with the fewest claims: its answer may be the one that a client
+        has missed.
+        """
+        calls = self._calls.get(tag, ())
+        call = min(calls, key=lambda one: one.num_claims, default=None)
+        if tag in self._unanswered and (call is None or call.num_claims):
+            self._unanswered.remove(tag)
+            return None
+        return call
+
+    def leave(self, call: ReplyCall, *, answered: bool = False) -> None:
+        """Note that a client has left, with its answer or without.
+
+        A call for which nobody waits is given up.
+        """
+        if call.leave(answered=answered):
             call.task.cancel()
 
     def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
         self._open.discard(call)
+        self._parts.counts.num_open -= 1
         if task.cancelled() or task.exception() is not None:
             self._drop(tag, call)
+            self._unanswered.append(tag)
             return
         self._answered.append((tag, call))
         if len(self._answered) > MAX_ANSWERED:
             self._drop(*self._answered.popleft())
 
     def _drop(self, tag: bytes, call: ReplyCall) -> None:
-        """Forget a call, unless a later one has the same request."""
-        if self._calls.get(tag) is call:
+        """Forget a call."""
+        calls = self._calls[tag]
+        calls.remove(call)
+        if not calls:
             del self._calls[tag]
 
     async def _draw(self, call: ReplyCall) -> Drawn:
         """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
         asked = call.asked
-        if sum(len(one["content"]) for one in asked.messages) > LONG_TEXT:
-            async with self._parts.long_texts:
-                plan = await asyncio.to_thread(self._plan, asked)
-        else:
-            plan = self._plan(asked)
+        plan = await self._parts.work(call.num_bytes, self._plan, asked)
         begun = self._begin(plan)
         call.begun.set_result(begun)
         drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)
         transcript = transcript_after(self._prompt, plan.before, plan.ids)
         end: CallEnd = "failed"
-        turn: Turn | None = None
+        got: SourceTurn | None = None
         try:
-            turn = await self._source.draw(
+            got = await self._source.draw(
                 transcript,
                 asked,
                 _limit(asked.max_tokens, self._parts.texts.context_tokens - begun.num_prompt),
                 (lambda ids: call.add(drawing.add(ids))) if asked.stream else None,
             )
+            begun = begun._replace(num_cached=max(begun.num_cached, got.num_cached))
             end = "answered"
         except asyncio.CancelledError:
             end = "lost"
             raise
         finally:
-            self._note(plan, begun, end, 0 if turn is None else len(turn.tokens))
-        call.add(drawing.finish(turn))
-        self._keep(plan, drawing, turn, transcript)
-        return drawing.drawn(begun, turn, plan.prompt_ids)
+            self._note(plan, begun, end, 0 if got is None else len(got.turn.tokens))
+        call.add(drawing.finish(got.turn))
+        self._keep(plan, drawing, got.turn, transcript)
+        return drawing.drawn(begun, got, plan.prompt_ids)
 
     def _keep(self, plan: Plan, drawing: Drawing, turn: Turn, transcript: Transcript) -> None:
         """Keep a turn, which later calls may go on from."""
@@ -199,11 +218,12 @@ class Session:
             text=plan.text + drawing.raw + drawing.end,
             raw=drawing.opening + drawing.raw,
             end=drawing.end,
+            fault=drawing.fault,
         )
         self._turns.append(drawn)
         if plan.attach is not None:
-            if plan.before is None and plan.attach.node is not None:
-                drawn.after = plan.attach.node.held
+            if plan.before is None:
+                drawn.after = plan.follows
             drawn.messages = [*(plan.attach.rest if plan.before else ()), drawing.message]
             self._tree.add(plan.attach, drawing.message, drawn)
         else:
@@ -214,6 +234,8 @@ class Session:
         num_cached = plan.num_cached
         num_prompt, most = num_cached + len(plan.ids), self._parts.texts.context_tokens
         if num_prompt >= most:
+            if plan.follows is not None:
+                plan.follows.fault = "context"
             raise Refused(
                 "messages",
                 f"prompt is too long: {num_prompt} tokens > {most - 1} maximum",
@@ -236,6 +258,7 @@ class Session:
         )
         reason = attach.reason if attach is not None else "tokens"
         numbers = begun.num_prompt, begun.num_cached, num_drawn
+        self._parts.counts.add(end, *numbers)
         self._records.append(AgentCall(reason, end, *numbers, rewritten))
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.render.messages import Message
+from spmd_rl.gateway.faults import Fault
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import MODEL, TURNS, Sample
+from spmd_rl.types.samples import FAULT, MODEL, TURNS, Sample
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class DrawnTurn:
     end: str
     messages: list[Message] = field(default_factory=list)  # after the context
     after: DrawnTurn | None = None
+    fault: Fault = ""  # why a client may not go on from it
 
     def chain(self) -> list[DrawnTurn]:
         """Return the turns from the first of this context up to this one."""
@@ -106,7 +108,8 @@ def samples_of(
                 transcript.append(one.turn)
             learned.add(id(one))
             messages += one.messages or _as_messages(one, decode)
-        samples.append(transcript.sample().replace(metadata={TURNS: messages}))
+        told = {FAULT: end.fault} if end.fault else {}
+        samples.append(transcript.sample().replace(metadata={TURNS: messages} | told))
     return samples
 
 

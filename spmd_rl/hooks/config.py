@@ -25,7 +25,7 @@ class HookConfig:
     concurrency: int = 64  # async calls at once in one process
     deadline_s: float = 30.0  # of one reward call, and between two awaits of an async one; 0: none
     # of one episode, without the time that it waits for the engine; 0: none
-    episode_deadline_s: float = 600.0
+    episode_deadline_s: float = 300.0
     # "raise" ends the run with the sample that a hook failed on, "fail" leaves that sample out
     on_error: Literal["raise", "fail"] = "raise"
 

@@ -14,7 +14,8 @@ class EpisodeFailure(SpmdError):
 
     Raised from a `generate` hook, it leaves the sample out of the loss and of the statistics of its
     group, whatever `hooks.on_error` says. `kind` says what failed; the metric `failed/KIND` counts
-    such samples.
+    such samples. An episode that gives no answer has failed likewise: as "timeout" at its deadline,
+    and as "agent" where it has ended its process.
     """
 
     def __init__(self, kind: FailureKind, problem: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.controller.lifecycle.import_guard import importing
 from spmd_rl.errors import ConfigError, source_line
 from spmd_rl.rewards.answers.boxed import in_last_box
@@ -78,7 +79,7 @@ def _import_module(said: str, module: str) -> ModuleType:
 
 def _import_file(said: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{said}: there is no file {path}")
+        raise ConfigError(f"{said}: there is no file {path}{did_you_mean_path(path)}")
     key = f"hook_file_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if key in sys.modules:
         return sys.modules[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import messages_of, tools_of
+from spmd_rl.data.render.template_arguments import unread
+from spmd_rl.data.render.token_bytes import TokenBytes
 from spmd_rl.errors import SpmdError
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
@@ -63,6 +65,11 @@ class EpisodeTexts:
         """
         return _TOOL_NAME in self.render([{"role": "user", "content": _MARK}], [_TOOL])
 
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return which of these arguments no chat template of the model reads."""
+        templates = self._tokenizer.chat_template
+        return [name for name in names if templates is None or unread([name], templates)]
+
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end what the model says."""
@@ -73,9 +80,9 @@ class EpisodeTexts:
         """Positions of the model."""
         return self._tokenizer.context
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        (tokens,) = self._tokenizer([text], add_special_tokens=False)["input_ids"]
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text, with the tokenizer's special tokens around it or not."""
+        (tokens,) = self._tokenizer([text], add_special_tokens=special_tokens)["input_ids"]
         return list(tokens)
 
     def decode(
@@ -92,6 +99,12 @@ class EpisodeTexts:
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
         except Exception as error:  # a tokenizer may raise anything on an id that it does not have
             raise SpmdError(f"decode: {type(error).__name__}: {error}") from error
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        if self._bytes is None:  # a tokenizer in Python, which shows text alone
+            return self.decode([token]).encode()
+        return self._bytes.of(token)
 
     def render(
         self,
@@ -111,6 +124,11 @@ class EpisodeTexts:
         given = tools_of("tools", list(tools or ()))
         chat = Chat("messages", turns, given, dict(template_kwargs or {}))
         return render(chat, self._tokenizer, generation_prompt=generation_prompt)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes | None:
+        rust = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if rust is None else TokenBytes(rust)
 
     @cached_property
     def _tokenizer(self) -> FolderTokenizer:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 GRID = ("pp", "dp", "fsdp", "cp", "tp")
 EXPERT_GRID = ("pp", "edp", "ep", "etp")
@@ -60,8 +61,7 @@ def ranks_along(
     if STAGE_ENDS in along:
         stages = ranks_along(ranks, axes, rank, ("pp",))
         return (*stages[:1], *stages[1:][-1:])
-    names = EXPERT_GRID if {"ep", "edp", "etp"} & set(along) else GRID
-    grid = np.array(ranks).reshape([size_of(axes, name) for name in names])
+    names, grid = _grid(ranks, axes, along)
     (place,) = np.argwhere(grid == rank)
     index = tuple(
         slice(None) if name in along else int(at) for name, at in zip(names, place, strict=True)
@@ -69,11 +69,40 @@ def ranks_along(
     return tuple(int(one) for one in np.sort(grid[index].reshape(-1)))
 
 
+def _grid(
+    ranks: Sequence[int], axes: Mapping[str, int], along: Sequence[str]
+) -> tuple[Sequence[str], NDArray[np.int64]]:
+    """Return the ranks as a grid that has the axes `along`, and the names of its axes."""
+    names = EXPERT_GRID if {"ep", "edp", "etp"} & set(along) else GRID
+    return names, np.array(ranks).reshape([size_of(axes, name) for name in names])
+
+
 def groups_along(
     ranks: Sequence[int], axes: Mapping[str, int], along: Sequence[str]
 ) -> list[tuple[int, ...]]:
     """Return all such sets of ranks, each once, by their first ranks."""
-    return sorted({ranks_along(ranks, axes, rank, along) for rank in ranks})
+    if STAGE_ENDS in along:
+        return sorted({ranks_along(ranks, axes, rank, along) for rank in ranks})
+    names, grid = _grid(ranks, axes, along)
+    order = sorted(range(len(names)), key=lambda index: names[index] in along)
+    size = prod(size_of(axes, name) for name in names if name in along)
+    rows = np.sort(grid.transpose(order).reshape(-1, size))
+    return sorted(tuple(row) for row in rows.tolist())
+
+
+def mesh_axes(axes: Mapping[str, int]) -> list[str]:
+    """Return the axes of a role's mesh: those of data, and those along which ranks share."""
+    return [axis for axis in GRID if axis in DATA or axes.get(axis, 1) > 1]
+
+
+def num_groups(ranks: Sequence[int], axes: Mapping[str, int]) -> int:
+    """Return how many groups a rank of a role has: one for each axis of its mesh, one of all ranks,
+    and those in which ranks of a model's shard talk to each other.
+    """
+    groups = set[tuple[int, ...]]()
+    if any(axes.get(axis, 1) > 1 for axis in MODEL):
+        groups = {ranks_along(ranks, axes, ranks[0], along) for along in COMMUNICATING}
+    return len(mesh_axes(axes)) + 1 + sum(1 < len(one) < len(ranks) for one in groups)
 
 
 def communicating_groups(ranks: Sequence[int], axes: Mapping[str, int]) -> list[tuple[int, ...]]:

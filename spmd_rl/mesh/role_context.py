@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, communicating_groups, groups_along
+from spmd_rl.mesh.axes import DATA, MODEL, SHARD, communicating_groups, groups_along, mesh_axes
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
@@ -234,7 +234,7 @@ class Meshes:
 
         for placement in placements:
             if _key(placement) not in self._built:
-                axes = [axis for axis in GRID if axis in DATA or placement.axes.get(axis, 1) > 1]
+                axes = mesh_axes(placement.axes)
                 shape = tuple(placement.axes[axis] for axis in axes)
                 ranks = torch.tensor(placement.ranks).reshape(shape)
                 mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=tuple(axes))

@@ -18,8 +18,10 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope import sides
 from spmd_rl.microscope.examine import ReplaySetup, examine
 from spmd_rl.microscope.foreign.inputs_file import write_inputs
+from spmd_rl.microscope.limits import limits_of
 from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.page.report_data import write_report
+from spmd_rl.microscope.ranks.rank_replay import RankReplay, SharedRole, ready_to_fork
 from spmd_rl.microscope.replay import inputs
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.inputs import RecordedSample
@@ -37,12 +39,16 @@ EXIT_AGREE, EXIT_DIFFER = 0, 1
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """The run to replay, if there is one, with its settings, the case and the weights."""
+    """The run to replay, if there is one, with its settings, the case and the weights.
+
+    `dropped_splits` says whether the settings had attention splits, which cannot run here.
+    """
 
     run: Path | None
     settings: dict[str, Any]
     case: ReplayCase
     weights: ReplayWeights
+    dropped_splits: bool
 
     @property
     def run_name(self) -> str:
@@ -63,31 +69,40 @@ def main(words: list[str]) -> int:
     check_sides(options)
     folder = _report_folder(options, run)
     world = sides.world_of(options, sides.device_of(options))
-    with TemporaryDirectory() as temporary, world as context:
-        loaded = _load(options, run, settings, Path(temporary) / "model")
-        sides.refuse_mixture(options, read_spec(loaded.weights.folder))
-        if options.write_inputs:
-            return _write_inputs(loaded, Path(options.write_inputs))
-        _make_folder(folder)
-        setup = _setup(options, loaded, words, Path(temporary) / "sglang", context)
-        return _compare(setup, folder)
+    with TemporaryDirectory() as temporary:
+        with ready_to_fork():
+            loaded = _load(options, run, settings, Path(temporary))
+            sides.refuse_mixture(options, read_spec(loaded.weights.folder))
+            if options.write_inputs:
+                return _write_inputs(loaded, sides.device_of(options), Path(options.write_inputs))
+            _make_folder(folder)
+            rank_replays = _replay_ranks(options, loaded, Path(temporary))
+        with world as context:
+            setup = _setup(options, loaded, words, Path(temporary), context, rank_replays)
+            return _compare([setup, *(one.beside(setup) for one in rank_replays)], folder)
 
 
-def _compare(setup: ReplaySetup, folder: Path) -> int:
-    """Compare the sides, write the report, print the verdict, and return the exit code."""
-    for note in setup.notes:
+def _compare(setups: Sequence[ReplaySetup], folder: Path) -> int:
+    """Examine the setups, write a report of each, print the verdicts, and return the exit code.
+
+    Those that part come first.
+    """
+    for note in setups[0].notes:
         print(note)
-    examination = examine(setup)
-    page = write_report(examination, folder)
-    print(examination.verdict)
-    print(page)
-    return EXIT_AGREE if examination.agree else EXIT_DIFFER
+    examinations = [examine(setup) for setup in setups]
+    for examination in sorted(examinations, key=lambda one: one.agree):
+        page = write_report(examination, folder)
+        print(examination.verdict)
+        print(page)
+    return EXIT_AGREE if all(one.agree for one in examinations) else EXIT_DIFFER
 
 
-def _write_inputs(loaded: _RunInputs, path: Path) -> int:
+def _write_inputs(loaded: _RunInputs, device: torch.device, path: Path) -> int:
     """Write what a foreign program needs, and say under which weights it is to compute."""
     try:
-        write_inputs(loaded.case, loaded.weights.folder, path)
+        beside = path.with_suffix(".weights")
+        model = sides.folder_of(sides.DUMP, loaded.weights, loaded.settings, device, beside)
+        write_inputs(loaded.case, model, path)
     except OSError as error:
         raise ConfigError(f"--write-inputs {path} cannot be written: {error.strerror}") from None
     print(f"{len(loaded.case.sequences)} sequences for {loaded.weights.description}")
@@ -120,18 +135,23 @@ def _make_folder(path: Path) -> None:
 def _load(
     options: argparse.Namespace, run: Path | None, settings: dict[str, Any], temporary: Path
 ) -> _RunInputs:
-    """Load the case and choose the weights; those of a checkpoint go to `temporary`."""
-    weights = _named_weights(options)
-    if options.prompts or run is None:
-        weights = weights or final_weights(run or Path())
-        case = inputs.case_of_prompts(options.prompts, weights.folder)
-    else:
+    """Load the case and choose the weights; those that are to be written go to `temporary`."""
+    weights, samples = _named_weights(options), list[RecordedSample]()
+    trainer = {} if weights else settings.get("trainer", {})
+    if run is not None and not options.prompts:
         samples = _find_samples(options, run)
         if weights is None and options.step is not None:
-            weights = sampling_weights(run, _versions_of(samples), settings, temporary)
-        weights = weights or final_weights(run)
+            versions = _versions_of(samples)
+            weights = sampling_weights(run, versions, settings, temporary / "model")
+    weights = (weights or final_weights(run or Path())).on_base(trainer, temporary)
+    if samples:
         case = inputs.case_of_samples(samples, weights.folder, settings)
-    return _RunInputs(run, settings, case, weights)
+    else:
+        case = inputs.case_of_prompts(options.prompts, weights.folder)
+    device, spec = sides.device_of(options), read_spec(weights.folder)
+    dtype, _ = sides.dtypes_of(options, device, settings)
+    dropped = sides.drop_splits(settings, spec, dtype, device)
+    return _RunInputs(run, settings, case, weights, dropped)
 
 
 def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
@@ -157,15 +177,18 @@ def _setup(
     words: list[str],
     temporary: Path,
     context: RoleContext | None,
+    rank_replays: Sequence[RankReplay],
 ) -> ReplaySetup:
     device = sides.device_of(options)
     dtypes = sides.dtypes_of(options, device, loaded.settings)
-    notes = _notes(options, loaded, dtypes[0], device)
+    notes = _notes(options, loaded)
     weights = loaded.weights
     settings, case = loaded.settings, loaded.case
     left, right = sides.forward_passes(
-        options, settings, case, weights.folder, dtypes, device, temporary, context
+        options, settings, case, weights, dtypes, device, temporary, context
     )
+    replayed = {one.role.side for one in rank_replays}
+    limits = limits_of(settings, (options.left, options.right), case, weights.lora, replayed)
     return ReplaySetup(
         loaded.case,
         left,
@@ -178,21 +201,43 @@ def _setup(
         command=shlex.join(["spmd-rl", "mismatch", *words]),
         run=loaded.run_name,
         notes=notes,
+        limits=tuple(limits),
         doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
         tolerance=sides.tolerance_of(options, left, right),
     )
 
 
-def _notes(
-    options: argparse.Namespace, loaded: _RunInputs, dtype: torch.dtype, device: torch.device
-) -> tuple[str, ...]:
-    """Return sentences on what is replayed; drop attention splits that cannot run here."""
+def _replay_ranks(
+    options: argparse.Namespace, loaded: _RunInputs, temporary: Path
+) -> list[RankReplay]:
+    """Replay the roles whose ranks share work on so many ranks.
+
+    Those that fail are left out, and the verdict names what was not looked at.
+    """
+    if options.plant:
+        return []
+    device, weights = sides.device_of(options), loaded.weights
+    dtypes = sides.dtypes_of(options, device, loaded.settings)
+    replays = []
+    for side, dtype in zip((options.left, options.right), dtypes, strict=True):
+        role = SharedRole.of(loaded.settings, side)
+        if role is None or not role.fits(device):
+            continue
+        folder = temporary / side
+        replay = RankReplay(role, loaded.case, loaded.settings, weights, dtype, device, folder)
+        if replay.record():
+            replays.append(replay)
+    return replays
+
+
+def _notes(options: argparse.Namespace, loaded: _RunInputs) -> tuple[str, ...]:
+    """Return sentences on what is replayed."""
     notes = inputs.tokenizer_notes(loaded.case)
     notes += sides.megatron_notes(options, loaded.settings)
+    notes += sides.plain_notes(options, loaded.settings, loaded.weights.lora)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
-    spec = read_spec(loaded.weights.folder)
-    if sides.drop_splits(loaded.settings, spec, dtype, device):
+    if loaded.dropped_splits:
         notes.append(
             "The run's attention_split needs FlashAttention-4: "
             "both sides attend to all keys at once here."
@@ -202,11 +247,7 @@ def _notes(
 
 def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:
     """Return what speaks against an agreement: the mismatches that the run itself counted."""
-    if (
-        loaded.run is None
-        or options.prompts
-        or {options.left, options.right} & set(sides.LIBRARIES)
-    ):
+    if loaded.run is None or options.prompts:
         return ""
     counts = inputs.mismatched_tokens(loaded.run)
     if not counts:

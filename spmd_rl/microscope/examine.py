@@ -13,8 +13,10 @@ from spmd_rl.microscope.diagnose.compare import Comparison, PatchEvidence, Point
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
 from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, kernels_of
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.limits import first_line
 from spmd_rl.microscope.page.tolerance import first_beyond, tolerance_sentences
 from spmd_rl.microscope.page.verdict import verdict
+from spmd_rl.microscope.ranks.ranks_pass import RanksPass
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
@@ -29,8 +31,9 @@ class ReplaySetup:
 
     `weights` describes the weights, and `drew_samples` is set if they drew the samples; if not,
     `other_step` is a step of the run whose samples can be replayed under theirs. `notes` are
-    sentences on what is replayed. `doubt` is said if all bits agree. Differences on the same input
-    of up to `tolerance`, as a share of the row's largest output, count as rounding; None: none do.
+    sentences on what is replayed, and `limits` name what is not. `doubt` is said if all bits agree.
+    Differences on the same input of up to `tolerance`, as a share of the row's largest output,
+    count as rounding; None: none do.
     """
 
     case: ReplayCase
@@ -44,6 +47,7 @@ class ReplaySetup:
     command: str = ""
     run: str = ""
     notes: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
     doubt: str = ""
     tolerance: float | None = None
 
@@ -57,8 +61,15 @@ class ReplaySetup:
 
     @property
     def network(self) -> Any:
-        """The right side's network, which has the weights, or the left side's if it has none."""
-        return self.left.model if self.right.model is None else self.right.model
+        """The right side's network, which has the weights, or the left side's if it has none, or
+        if it alone has adapters.
+        """
+        left, right = self.left.model, self.right.model
+        return left if right is None or (_has_adapters(left) > _has_adapters(right)) else right
+
+
+def _has_adapters(model: Any) -> bool:
+    return isinstance(model, CausalLM) and bool(model.lora.rank)
 
 
 @dataclass(frozen=True)
@@ -160,21 +171,33 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    if first is not None and isinstance(setup.right, RanksPass):
+        lines += _of_some_ranks(setup.right, comparison, first)
+    if setup.doubt and comparison.agree:
+        lines[0] += f" {setup.doubt}"
     if setup.tolerance is not None and comparison.results:
         lines[:0] = tolerance_sentences(comparison, setup.case, setup.tolerance)
     if setup.dtypes[0] != setup.dtypes[1]:
         lines.insert(0, _name_dtypes(setup))
+    if setup.limits:
+        lines.insert(0, first_line(setup.limits))
     return "\n".join([*lines, *_remarks(setup, comparison)])
 
 
+def _of_some_ranks(side: RanksPass, comparison: Comparison, first: PointResult) -> Iterator[str]:
+    """Yield a sentence if only some of the ranks have what differs."""
+    assert comparison.evidence is not None
+    ranks = side.ranks_that_differ(first.point, comparison.evidence.patched.table[first.point])
+    if 0 < len(ranks) < (count := len(side.shares[first.point])):
+        yield f"Of {count} ranks, only these have what differs: {', '.join(map(str, ranks))}."
+
+
 def _remarks(setup: ReplaySetup, comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the planted fault, the recorded log-probs and the doubt."""
+    """Yield sentences on the planted fault and the recorded log-probs."""
     if setup.planted and not comparison.results:
         yield f"The planted fault, {setup.planted}, changes nothing here."
     if setup.drew_samples and (recorded := recorded_logprobs(setup, comparison)):
         yield recorded.sentence
-    if setup.doubt and comparison.agree:
-        yield setup.doubt
 
 
 def _name_dtypes(setup: ReplaySetup) -> str:
@@ -209,12 +232,14 @@ def _values_by_side(evidence: PatchEvidence, left_is_patched: bool) -> tuple[Val
 
 
 def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:
+    ours = [one.model for one in (setup.right, setup.left) if isinstance(one.model, CausalLM)]
     return VariantSearch(
         evidence,
         setup.case,
         setup.network,
-        read_spec(setup.model),
+        ours[0].spec if ours else read_spec(setup.model),
         max(setup.left.split, setup.right.split),
+        ours[0].exponents if ours else None,
     )
 
 

@@ -15,29 +15,22 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.alone import alone
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.microscope.diagnose.compare import begin_sentence, name_in_sentence
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.foreign.dump import Dump
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
-from spmd_rl.microscope.foreign.sglang_side import (
-    OWNED,
-    SglangSide,
-    write_sglang_dump,
-)
+from spmd_rl.microscope.foreign.sglang_side import OWNED, SglangSide, write_sglang_dump
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
-from spmd_rl.microscope.replay.forward_pass import (
-    ForwardPass,
-    ReferencePass,
-    TrainerPass,
-    load_model,
-)
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
+from spmd_rl.microscope.replay.weights import ReplayWeights
+from spmd_rl.microscope.role_pass import SPLIT, forward_pass
 from spmd_rl.model.attention import backend_of
-from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.native.config import NativeEngineConfig
 
 DUMP = "dump"
 SGLANG = ("sglang", "sglang-deterministic")
@@ -45,20 +38,6 @@ FOREIGN = (*SGLANG, DUMP)  # sides that run elsewhere
 LIBRARIES = ("transformers", *FOREIGN)  # sides that are no role of ours
 MEGATRON = MegatronPass.name
 PASSES = ("engine", "trainer", MEGATRON, *LIBRARIES)
-SPLIT = "attention_split"
-CACHE, EXPONENTS = "cache", "cache_exponents"
-ENGINE_KEYS = (
-    "page_size",
-    "num_pages",
-    "max_batch",
-    "max_step_tokens",
-    "max_prefill_ms",
-    "prefix_cache",
-    "cuda_graphs",
-    CACHE,
-    SPLIT,
-)
-TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
 # Differences on the same input that count as rounding, as a share of a row's largest output.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
@@ -110,7 +89,7 @@ def forward_passes(
     options: argparse.Namespace,
     settings: dict[str, Any],
     case: ReplayCase,
-    model: Path,
+    weights: ReplayWeights,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     temporary: Path,
@@ -126,35 +105,42 @@ def forward_passes(
     for name in set(dtype_of_side) & set(FOREIGN):
         path = Path(options.dump or "")
         if name in SGLANG:
-            side = _sglang_side(name, options)
-            path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
-        recorded = DumpPass(Dump(path, read_spec(model)), device, name)
-    left, right = (
-        _side(name, model, dtype, device, settings, recorded, context)
-        for name, dtype in dtype_of_side.items()
-    )
+            side, dtype = _sglang_side(name, options), dtype_of_side[name]
+            model = folder_of(name, weights, settings, device, temporary)
+            path = write_sglang_dump(side, case, model, dtype, temporary / "sglang")
+        recorded = DumpPass(Dump(path, read_spec(weights.folder)), device, name)
+
+    def pass_of(name: str, dtype: torch.dtype) -> ForwardPass:
+        if recorded is not None and recorded.name == name:
+            return recorded
+        model = folder_of(name, weights, settings, device, temporary)
+        if name == MEGATRON:
+            assert context is not None
+            return _megatron_pass(model, dtype, context, settings)
+        lora = weights.lora if model == weights.folder else NO_LORA
+        shares = recorded is None
+        return forward_pass(name, model, dtype, device, settings, share_prompts=shares, lora=lora)
+
+    left, right = (pass_of(*side) for side in dtype_of_side.items())
     if options.plant:
         assert isinstance(left, EnginePass)
         plant(options.plant, left)
     return left, right
 
 
-def _side(
+def folder_of(
     name: str,
-    model: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    weights: ReplayWeights,
     settings: dict[str, Any],
-    recorded: DumpPass | None,
-    context: RoleContext | None,
-) -> ForwardPass:
-    """Return the recorded side if it has this name, else a pass that runs here."""
-    if recorded is not None and recorded.name == name:
-        return recorded
-    if name == MEGATRON:
-        assert context is not None
-        return _megatron_pass(model, dtype, context, settings)
-    return forward_pass(name, model, dtype, device, settings, share_prompts=recorded is None)
+    device: torch.device,
+    temporary: Path,
+) -> Path:
+    """Return the folder from which a side loads: a plain one if it has no adapters and codes."""
+    if _is_coded(name, weights.lora):
+        return weights.folder
+    trainer = settings.get("trainer", {})
+    dtype = getattr(torch, dtype_of(trainer.get("dtype", "auto"), device))
+    return weights.plain(trainer.get("weights", "full"), dtype, temporary)
 
 
 def world_of(
@@ -179,8 +165,8 @@ def refuse_mixture(options: argparse.Namespace, spec: ModelSpec) -> None:
     unable = {MEGATRON, *SGLANG} & {options.left, options.right}
     if spec.num_experts and unable:
         raise ConfigError(
-            f"{spec.family} is a mixture of experts, which {min(unable)} does not replay here: "
-            "compare engine, trainer and transformers"
+            f"{spec.family} is a mixture of experts, which {min(unable)} does not replay here, as "
+            "its modules of experts are not hooked: compare engine, trainer and transformers"
         )
 
 
@@ -196,6 +182,25 @@ def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> lis
         "The run's trainer had transformer-engine's layers, whose bits are others: here local "
         "layers replay it (docs/megatron.md)."
     ]
+
+
+def plain_notes(
+    options: argparse.Namespace, settings: dict[str, Any], lora: LoraConfig
+) -> list[str]:
+    """Return sentences on the sides that have neither adapters nor codes."""
+    weights = settings.get("trainer", {}).get("weights", "full")
+    parts = [] if weights == "full" else [f"what the {weights} codes of weights stand for"]
+    parts += ["the adapters merged into the weights"] if lora.rank else []
+    if not parts:
+        return []
+    plain = [one for one in (options.left, options.right) if not _is_coded(one, lora)]
+    names = [begin_sentence(name_in_sentence(one)) for one in plain]
+    return [f"{name} computes with {' and '.join(parts)}." for name in names]
+
+
+def _is_coded(name: str, lora: LoraConfig) -> bool:
+    """Return whether a side has adapters and codes as the run's trainer does."""
+    return name == "trainer" or (name == "engine" and not lora.merged_push)
 
 
 def _megatron_pass(
@@ -253,43 +258,3 @@ def _sglang_side(name: str, options: argparse.Namespace) -> SglangSide:
     """Return SGLang as the command line chooses it."""
     own = options.sglang_options or {}
     return SglangSide(options.sglang or "", own, name == SGLANG[1])
-
-
-def forward_pass(
-    name: str,
-    model: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: dict[str, Any],
-    share_prompts: bool = True,
-) -> ForwardPass:
-    """Return a pass that runs here.
-
-    Without `share_prompts`, each sequence computes its own prompt, because values of another
-    program are patched in, whose prompts may differ from sequence to sequence.
-    """
-    if name == "transformers":
-        return ReferencePass(model, dtype, device)
-    role = settings.get("engine" if name == "engine" else "trainer", {})
-    weights, shards = role.get("weights", "full"), row_shards_of_run(settings)
-    network = load_model(model, dtype, device, weights, _exponents(role), shards)
-    if name == "engine":
-        return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
-    trainer = settings.get("trainer", {})
-    trainer = trainer | trainer.get("backend", {})
-    keys = {key: trainer[key] for key in TRAINER_KEYS if key in trainer}
-    return TrainerPass(network, **keys, share_prompts=share_prompts)
-
-
-def _exponents(role: dict[str, Any]) -> Exponents | None:
-    """Return the scales of a role's keys and values in 8 bits; None where they are not."""
-    keys, values = role.get(EXPONENTS, (0, 0))
-    return (keys, values) if role.get(CACHE) == "e4m3" else None
-
-
-def _engine_config(engine: dict[str, Any], share_prompts: bool) -> NativeEngineConfig:
-    cfg = {key: engine[key] for key in ENGINE_KEYS if key in engine}
-    cfg[EXPONENTS] = _exponents(engine) or (0, 0)
-    if not share_prompts:
-        cfg["prefix_cache"] = False
-    return NativeEngineConfig(**cfg)

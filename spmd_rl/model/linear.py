@@ -12,7 +12,6 @@ from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.row_shards import SharedProduct
 from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat, Weight
 from spmd_rl.kernels.low_precision.products import coded_linear
-from spmd_rl.model.lora import LoraConfig
 
 
 class Linear(nn.Linear):
@@ -47,11 +46,11 @@ class Linear(nn.Linear):
         self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
         self.format = code_format
 
-    def adapt(self, lora: LoraConfig) -> None:
-        """Add an adapter, whose weights are unset."""
-        self.lora_A = Linear(self.in_features, lora.rank, bias=False)
-        self.lora_B = Linear(lora.rank, self.out_features, bias=False)
-        self.scale = lora.scale
+    def adapt(self, rank: int, scale: float) -> None:
+        """Add an adapter of this rank, whose weights are unset; what A computes is scaled."""
+        self.lora_A = Linear(self.in_features, rank, bias=False)
+        self.lora_B = Linear(rank, self.out_features, bias=False)
+        self.scale = scale
 
     @property
     def has_codes(self) -> bool:

@@ -104,7 +104,7 @@ class CausalLM(nn.Module):
         share_products(self, spec, part)
         for name, module in list(self.named_modules()):
             if isinstance(module, Linear) and name.rpartition(".")[2] in lora.projections:
-                module.adapt(lora)
+                module.adapt(lora.rank, lora.scale)
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def contract(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.json_fields import (
@@ -71,8 +72,8 @@ def model_folder(folder: str | Path) -> Path:
     """Return the folder as a path. Raises: ConfigError if there is no such folder."""
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"no model folder at {folder}: "
-            "models are read from disk (`hf download` brings one there)"
+            f"no model folder at {folder}: models are read from disk (`hf download` brings one "
+            f"there){did_you_mean_path(folder)}"
         )
     return Path(folder)
 

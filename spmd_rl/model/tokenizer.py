@@ -72,6 +72,11 @@ class FolderTokenizer:
         """Return the id of every token, special ones included."""
         return dict(self._rust.get_vocab(with_added_tokens=True))
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The tokenizer of the `tokenizers` library."""
+        return self._rust
+
     def num_tokens(self, text: str) -> int:
         """Count the tokens of a text with its special ones, in this thread alone.
 

@@ -42,6 +42,18 @@ ENGINE_METRICS = (
         "share of the tokens of new requests whose keys and values an engine had already",
     ),
     Metric(
+        "engine/preemptions",
+        "samples",
+        "Evicted samples",
+        "samples that engines put back into their queues, because no page was free for a token",
+    ),
+    Metric(
+        "engine/recomputed_tokens",
+        "tokens",
+        "Tokens computed again",
+        "tokens of samples that had begun, whose keys and values engines computed again",
+    ),
+    Metric(
         "engine/kv_clipped",
         "",
         "Clipped keys and values",

@@ -236,6 +236,12 @@ METRICS = (
         "Reward function time",
         "time in the reward function during rollout, on the slowest engine rank",
     ),
+    Metric(
+        "time/agent_mean",
+        "s",
+        "Agent time",
+        "mean time of a request's agents before their first turn is asked for and after their last",
+    ),
     Metric("time/queue_mean", "s", "Queue time", "mean wait of a request for the engine"),
     Metric(
         "time/prefill_mean",

@@ -99,6 +99,12 @@ RECIPE_METRICS = (
         "Prompts with an accepted sample",
         "share of the step's prompts with an accepted sample",
     ),
+    Metric(
+        "data/dropped",
+        "records",
+        "Records left out",
+        "records of the data that were left out so far, as too long or as pairs of equal answers",
+    ),
     Metric("data/epoch", "", "Epochs", "how often the documents were drawn so far"),
     Metric(
         "data/learned_tokens", "tokens", "Learned tokens", "tokens of the step that were learned"

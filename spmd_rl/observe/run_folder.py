@@ -60,6 +60,7 @@ CHANGEABLE_SETTINGS = {
     "run.name",
     "run.folder",
     "run.save_every",
+    "run.save_last",
     "run.keep_checkpoints",
     "run.keep_best",
     "run.best",

@@ -7,6 +7,7 @@ from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.low_precision.coded_cache import check_alike
+from spmd_rl.model.parts.part import check_parts
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head
 from spmd_rl.plan.needs import RunNeeds
@@ -26,6 +27,7 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     formats.
     """
     trainer, engine, model = needs.trainer, needs.engine, needs.model
+    check_row_shards(needs, placements)
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
             _check_engine(engine, placement, model, trainer)
@@ -43,6 +45,33 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
             _check_beside(role.name, role.placement(placements))
 
 
+def check_row_shards(needs: RunNeeds, placements: Placements) -> None:
+    """Raise a ConfigError for a `run.row_shards` that is less than a tp, or that a model, an engine
+    or a trainer of the run cannot have.
+    """
+    shards = needs.run.row_shards
+    at = f"run.row_shards = {shards}"
+    for name, placement in placements.items():
+        if shards and (tp := placement.axes["tp"]) > shards:
+            raise ConfigError(f"{at} is less than split.{name}.tp = {tp}: set it to {tp} or 0")
+    if shards > 1:
+        if needs.model:
+            check_parts(read_spec(needs.model), shards, at)
+        _check_formats(needs.engine, needs.trainer, at)
+        _check_sums(at, needs.trainer)
+
+
+def _check_formats(engine: EngineConfig | None, trainer: TrainerConfig | None, at: str) -> None:
+    """Raise a ConfigError that begins with `at` for what has no sums in several parts."""
+    if engine is not None and engine.promises_bits:
+        check_shared(engine.weights, at, trainer is not None and trainer.lora.of_engine.rank > 0)
+    if trainer is not None and trainer.weights != "full":
+        raise ConfigError(
+            f"{at} does not go with trainer.weights = {trainer.weights!r}, whose products have one "
+            "part: set it to 'full'"
+        )
+
+
 def _check_engine(
     engine: EngineConfig, placement: Placement, model: str, trainer: TrainerConfig | None
 ) -> None:
@@ -54,10 +83,11 @@ def _check_engine(
     tp = placement.axes["tp"]
     if model:
         kind.check_tp(read_spec(model), tp)
-    if isinstance(engine, NativeEngineConfig):
+    if isinstance(engine, NativeEngineConfig) and tp > 1:
+        at = f"split.infer.tp = {tp}"
         has_adapters = trainer is not None and trainer.lora.of_engine.rank > 0
-        check_shared(engine, tp, has_adapters)
-        _check_sums(tp, trainer)
+        check_shared(engine.weights, at, has_adapters)
+        _check_sums(at, trainer)
     ep = placement.axes.get("ep", 1)
     if ep == 1:
         return
@@ -71,11 +101,13 @@ def _check_engine(
         )
 
 
-def _check_sums(tp: int, trainer: TrainerConfig | None) -> None:
-    """Raise a ConfigError for a trainer that does not sum as `tp` ranks of a native engine do."""
-    if tp > 1 and trainer is not None and not trainer.backend.sums_in_parts:
+def _check_sums(at: str, trainer: TrainerConfig | None) -> None:
+    """Raise a ConfigError that begins with `at` for a trainer that does not sum as ranks of a
+    native engine do.
+    """
+    if trainer is not None and not trainer.backend.sums_in_parts:
         raise ConfigError(
-            f"split.infer.tp = {tp}: transformer-engine's layers do not sum products as ranks that "
+            f"{at}: transformer-engine's layers do not sum products as ranks that "
             "share a native engine do: set trainer.backend.layers = 'local'"
         )
 

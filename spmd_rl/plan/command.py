@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
+import sys
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 
 from spmd_rl.config.load import leaves, read_toml
+from spmd_rl.config.schema import default_of
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import fewest_gpus as fewest
 from spmd_rl.plan import tp_choice
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.savings import Flags, key_of
+from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
+from spmd_rl.plan.savings import Flags, costs, key_of
 from spmd_rl.plan.text import lines
 
-MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
+MAX_RANKS = 8192
+DATA = ("data", "recorded")  # required settings that only a run reads
 GIB = 1 << 30
 # by the number of GB that a GPU is sold by: what CUDA reports of an H100 and of an H200
 USABLE_GIB = {80.0: 79.1, 141.0: 139.8}
@@ -34,16 +37,17 @@ def main(words: list[str]) -> int:
     options, rest = _parser().parse_known_args(words)
     gpu_bytes = _num_bytes("--gpu-gib", options.gpu_gib)
     host_bytes = _num_bytes("--host-gib", options.host_gib)
-    invocation = _invocation(options, rest)
     recipe = load_recipe(options.recipe)
+    invocation = _without_data(recipe, _invocation(options, rest))
     cfg = recipe.configure(invocation)
     ranks_here: int = invocation.nproc or RunNeeds.of(cfg).nproc or 0
-    room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or fewest.GPUS_PER_HOST)
-    search = fewest.Search(partial(_configure, recipe, invocation), _kept(invocation), room)
+    room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or GPUS_PER_HOST)
+    configure = partial(_configure, recipe, invocation)
+    search = fewest.Search(configure, _kept(invocation), room, _report)
     if options.fewest_gpus:
         return _print_fewest(search, options.world)
     world_size = _world_size(options.world, ranks_here)
-    plan = resolve(cfg, world_size, gpu_bytes)
+    plan = resolve(cfg, world_size, gpu_bytes, ranks_per_host=room.ranks_per_host)
     print("\n".join(lines(plan)))
     if gpu_bytes is None:
         return _require_host(plan, room)
@@ -73,14 +77,17 @@ def _print_fewest(search: fewest.Search, world_size: int | None) -> int:
         raise ConfigError("--fewest-gpus needs --gpu-gib G, the memory of one GPU")
     worlds = fewest.WORLDS if world_size is None else (_world_size(world_size, 0),)
     tried = search.fewest(worlds)
+    _report("")
     print("\n".join(fewest.lines(tried)))
     best = tried[-1]
     if best.why_not or best.plan is None:
         raise PlanError(fewest.why_none(tried, search.room))
     if best.lacks_pages:
         print(f"{'':12}{best.plan.queue}")
-        if more := search.without_waiting(best, worlds):
-            print(f"{fewest.gpus(more):>10}  no sequence waits: {fewest.flags_of(more)}")
+        more = search.without_waiting(best, worlds)
+        _report("")
+        if more:
+            print("\n".join(fewest.suffices(more, "no sequence waits")))
     if note := _sold_as(search.room.gpu_bytes / GIB):
         print(f"{'':12}counted for GPUs of {search.room.gpu_bytes / GIB:g} GiB{note}")
     print("\n".join(["", *lines(best.plan)]))
@@ -98,9 +105,16 @@ def _print_tp(search: fewest.Search, flags: Flags, plan: RunPlan) -> None:
 def _advice(search: fewest.Search, world_size: int) -> str:
     """Return the end of a sentence about a run that does not fit: the settings that help."""
     found = search.best(world_size)
+    _report("")
     if not found.why_not:
-        return f"it fits with {' '.join(found.flags)}"
+        return f"it fits with {' '.join(found.flags)}, which costs: {costs(found.flags)}"
     return "no settings of the plan save enough: --fewest-gpus finds how many GPUs do"
+
+
+def _report(text: str) -> None:
+    """Show on a terminal what a search tries, in place of what was shown before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
 def _sold_as(gib: float) -> str:
@@ -116,7 +130,7 @@ def _configure(recipe: Recipe, invocation: Invocation, flags: tuple[str, ...]) -
 
 def _kept(invocation: Invocation) -> set[str]:
     """Return the settings that a run has set itself, in its file or on the command line."""
-    in_file = read_toml(invocation.config) if invocation.config else {}
+    in_file = read_toml(invocation.file) if invocation.file else {}
     return {*leaves(in_file), *map(key_of, invocation.overrides)}
 
 
@@ -124,6 +138,14 @@ def _invocation(options: argparse.Namespace, rest: list[str]) -> Invocation:
     """Return the `spmd-rl run` whose plan is asked for."""
     config = [f"--config={options.config}"] if options.config else []
     return Invocation.parse([options.recipe, *config, *rest])
+
+
+def _without_data(recipe: Recipe, invocation: Invocation) -> Invocation:
+    """Return the invocation with no data where it names none: a plan does not read what it is."""
+    given = {key.partition(".")[0] for key in _kept(invocation)}
+    required = {field.name for field in fields(recipe.config) if default_of(field) is MISSING}
+    left = [f"{name}=" for name in DATA if name in required - given]
+    return replace(invocation, overrides=[*invocation.overrides, *left])
 
 
 def _num_bytes(flag: str, gib: float | None) -> int | None:

@@ -7,7 +7,7 @@ same ranks needs less memory on a GPU. In each world the settings of savings.py 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -16,24 +16,24 @@ from spmd_rl.mesh.split import RoleSplit
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
-from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.roles import INFER, TRAIN
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
+from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
 from spmd_rl.plan.savings import (
     LEAST_MICRO_BATCH,
     MATRICES,
     MICRO_BATCH,
     SEQUENCES,
     Flags,
+    costs,
     key_of,
     layouts,
     savers,
+    smaller_batches,
 )
 from spmd_rl.train.config import megatron_settings
 from spmd_rl.train.megatron.exact import has_engine_bits
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
-GPUS_PER_HOST = 8
 Configure = Callable[[Flags], object]  # from flags to the recipe's config
 
 
@@ -63,7 +63,7 @@ class Attempt:
         """The most that any GPU needs."""
         if self.plan is None:
             return inf
-        return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
+        return self.plan.ledgers.most(Ledger.peak_bytes)
 
     @property
     def lacks_pages(self) -> bool:
@@ -73,11 +73,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for settings with which a run fits. `kept` are those that the run has set itself."""
+    """A search for settings with which a run fits. `kept` are those that the run has set itself.
+
+    `report` is told what is tried.
+    """
 
     configure: Configure
     kept: Collection[str]
     room: Room
+    report: Callable[[str], None] = field(default=lambda text: None)
 
     def fewest(self, worlds: tuple[int, ...] = WORLDS) -> list[Attempt]:
         """Return an attempt for each world up to the first that fits, which is the last one.
@@ -114,28 +118,42 @@ class Search:
         """
         failed: list[Attempt] = []
         for layout in layouts(self.kept, world_size):
-            for saver in savers(self.kept, self._micro_batch):
-                attempt = self._attempt((*layout, *saver), world_size)
+            self.report(f"trying {world_size:,} GPUs {' '.join(layout)}")
+            for saver in savers(self.kept):
+                attempt = self._largest_batch((*layout, *saver), world_size, may_wait)
                 if attempt is None:
                     if not saver:
                         break  # the recipe does not have this layout, or the model cannot be cut so
                     continue
-                if not attempt.why_not and attempt.lacks_pages and not may_wait:
-                    attempt = replace(attempt, why_not="sequences wait")
                 if not attempt.why_not:
                     return attempt
                 failed.append(attempt)
         return min(failed, key=lambda attempt: attempt.peak_bytes)
 
-    @cached_property
-    def _micro_batch(self) -> int:
-        """The least size of a micro-batch that saves memory and holds every sequence; 0: none."""
-        needs = RunNeeds.of(self.configure(()))
-        least = max(LEAST_MICRO_BATCH, -(-longest_sequence(needs) // _num_sharing(needs)))
-        return least if needs.trainer is not None and needs.trainer.max_tokens > least else 0
+    def _largest_batch(self, flags: Flags, world_size: int, may_wait: bool) -> Attempt | None:
+        """Return the attempt with the largest micro-batch that fits, or with the smallest one,
+        which needs least; None where the flags are refused.
+        """
+        least = self._attempt((*flags, *self._batches[-1]), world_size, may_wait)
+        if least is None:
+            return self._attempt(flags, world_size, may_wait) if self._batches[-1] else None
+        larger = () if least.why_not else self._batches[:-1]
+        attempts = (self._attempt((*flags, *batch), world_size, may_wait) for batch in larger)
+        return next((one for one in attempts if one is not None and not one.why_not), least)
 
-    def _attempt(self, flags: Flags, world_size: int) -> Attempt | None:
-        """Return an attempt; None where the flags are refused."""
+    @cached_property
+    def _batches(self) -> list[Flags]:
+        """The flags of micro-batches that hold every sequence: of the run's own, then smaller."""
+        needs = RunNeeds.of(self.configure(()))
+        if needs.trainer is None or key_of(MICRO_BATCH) in self.kept:
+            return [()]
+        longest = -(-longest_sequence(needs) // _num_sharing(needs))
+        return smaller_batches(needs.trainer.max_tokens, max(LEAST_MICRO_BATCH, longest))
+
+    def _attempt(self, flags: Flags, world_size: int, may_wait: bool) -> Attempt | None:
+        """Return an attempt; None where the flags are refused. Without `may_wait` it does not fit
+        if sequences wait.
+        """
         try:
             needs = RunNeeds.of(self.configure(flags))
             if world_size > 1 and _needs_one_shard(needs):
@@ -143,7 +161,9 @@ class Search:
             cfg = self.configure((*flags, *_with_longest(needs)))
             if _is_left_out(cfg, needs, flags):
                 return None
-            plan = resolve(cfg, world_size, self.room.gpu_bytes)
+            plan = resolve(
+                cfg, world_size, self.room.gpu_bytes, ranks_per_host=self.room.ranks_per_host
+            )
         except (ConfigError, PlanError) as error:
             if flags:
                 return None
@@ -152,7 +172,10 @@ class Search:
             return Attempt(world_size, flags, None, str(error))
         if not plan.ledgers:
             raise PlanError("without a model there is no memory to count: say --model FOLDER")
-        return Attempt(world_size, flags, plan, self._why_not(needs, plan))
+        attempt = Attempt(world_size, flags, plan, self._why_not(needs, plan))
+        if not attempt.why_not and attempt.lacks_pages and not may_wait:
+            return replace(attempt, why_not="sequences wait")
+        return attempt
 
     def _why_not(self, needs: RunNeeds, plan: RunPlan) -> str:
         """Return the sum that excludes a plan, "" where it fits."""
@@ -176,7 +199,14 @@ def lines(tried: list[Attempt]) -> Iterator[str]:
             with_flags = f" (with {' '.join(attempt.flags)})" if attempt.flags else ""
             yield f"{gpus(attempt):>10}  no: {attempt.why_not}{with_flags}"
         else:
-            yield f"{gpus(attempt):>10}  fits: {flags_of(attempt)}"
+            yield from suffices(attempt, "fits")
+
+
+def suffices(attempt: Attempt, what: str) -> Iterator[str]:
+    """Yield what a world does, with which flags, and what they cost."""
+    yield f"{gpus(attempt):>10}  {what}: {flags_of(attempt)}"
+    if cost := costs(attempt.flags):
+        yield f"{'':12}which costs: {cost}"
 
 
 def flags_of(attempt: Attempt) -> str:
@@ -195,7 +225,7 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     few = next(attempt.plan for attempt in tried if attempt.plan)
     plan = best.plan
     assert plan is not None
-    largest = max(plan.ledgers.values(), key=Ledger.peak_bytes)
+    largest = max(plan.ledgers.of_names.values(), key=Ledger.peak_bytes)
     phase = max(largest.phases, key=largest.resident_bytes)
     needs = (
         f"each needs {as_size(largest.peak_bytes())} in phase {phase}, and may use "
@@ -203,7 +233,7 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     )
     if len(tried) == 1:
         return f"{gpus(best)} do not suffice: {needs}; without --world, more are tried"
-    alike = {entry for ledger in few.ledgers.values() for entry in ledger.entries}
+    alike = {entry for ledger in few.ledgers.of_names.values() for entry in ledger.entries}
     whole = [one for one in largest.counted(phase) if one.num_bytes and one in alike]
     terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in whole)
     if len(whole) > 1:

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
+from spmd_rl.mesh.axes import num_groups
 from spmd_rl.mesh.split import Placement, Placements, disjoint
-from spmd_rl.offload.gpu_overhead import gpu_overhead
+from spmd_rl.offload.gpu_overhead import Peers, gpu_overhead
 from spmd_rl.offload.ledger import Entry, Ledger, TagBytes
 from spmd_rl.offload.phases import ALL, Phases, Tags
-from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole
-from spmd_rl.plan.routes import Routes
+from spmd_rl.plan.needs import INFER, TRAIN
+from spmd_rl.plan.push import Push
+from spmd_rl.plan.roles import PlannedRole
 from spmd_rl.rollout.memory import KV
 
 ALWAYS = ("run",)  # the one phase of a recipe whose roles are all awake at once
 Sleeping = Mapping[str, Tags]  # by role: the tags that sleep in phases which do not need them
 Key = tuple[tuple[int, ...], ...]  # what roles that share process groups have in common
+Names = tuple[str, ...]  # of the placements that a rank belongs to
+
+
+@dataclass(frozen=True)
+class Ledgers(Mapping[int, Ledger]):
+    """The ledger of each rank. Ranks of the same placements share one, so that a plan costs no more
+    in a larger world.
+    """
+
+    of_names: Mapping[Names, Ledger] = field(default_factory=dict)
+    names: tuple[Names, ...] = ()  # by rank
+
+    def __getitem__(self, rank: int) -> Ledger:
+        return self.of_names[self.names[rank]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.names)))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def distinct(self) -> Iterator[tuple[int, Ledger]]:
+        """Yield each ledger once, with the first rank that has it."""
+        return ((self.names.index(names), ledger) for names, ledger in self.of_names.items())
+
+    def most(self, size: Callable[[Ledger], int]) -> int:
+        """Return the largest size of a ledger."""
+        return max(map(size, self.of_names.values()))
+
+    def kv_sized(self, num_bytes: int) -> Ledgers:
+        """Return ledgers in which an engine's pages have this size."""
+        sized = {names: one.sized(KV, num_bytes) for names, one in self.of_names.items()}
+        return Ledgers(sized, self.names)
 
 
 @dataclass(frozen=True)
@@ -27,8 +63,9 @@ class MemoryModel:
     placements: Placements
     roles: tuple[PlannedRole, ...]
     phases: Phases
-    routes: Routes
+    push: Push | None
     on_gpu: bool
+    ranks_per_host: int
 
     @property
     def phase_names(self) -> tuple[str, ...]:
@@ -39,28 +76,46 @@ class MemoryModel:
         """What each role takes of one of its ranks; an engine's pages have no size yet."""
         return {role.name: role.memory(self.on_gpu) for role in self.roles}
 
-    def ledgers(self, sleeping: Sleeping) -> dict[int, Ledger]:
-        """Return each rank's ledger: its roles, the buckets of a push, and the GPU's own memory."""
-        num_communicators = self._num_communicators()
-
-        @cache
-        def of_roles(names: tuple[str, ...]) -> tuple[Ledger, int, int]:
-            """Return the ledger of the roles on these placements, and their rings and peers."""
-            here = [role for role in self.roles if role.placement.name in names]
-            entries = tuple(entry for role in here for entry in self._entries(role, sleeping))
-            return Ledger(entries, phases=self.phase_names), *_connections(here)
-
+    @cached_property
+    def names(self) -> tuple[Names, ...]:
+        """The placements of each rank."""
         ranks = {name: set(placement.ranks) for name, placement in self.placements.items()}
-        ledgers = {}
-        for rank in range(self.world_size):
-            names = tuple(name for name in ranks if rank in ranks[name])
-            ledger, num_rings, num_peers = of_roles(names)
-            ledger += [Entry("buckets", self.routes.packed_bytes(rank), self._push_phases())]
+        return tuple(
+            tuple(name for name in ranks if rank in ranks[name]) for rank in range(self.world_size)
+        )
+
+    @cached_property
+    def _shared(self) -> dict[Names, tuple[Entry, ...]]:
+        """What the ranks of the same placements hold beside their roles, whatever sleeps: the
+        buckets of a push, and the GPU's own memory.
+        """
+        num_communicators, push = self._num_communicators(), self.push
+        shared: dict[Names, tuple[Entry, ...]] = {}
+        for rank, names in enumerate(self.names):
+            if names in shared:
+                continue
+            packed = 0 if push is None else push.packed_bytes(rank)
+            shared[names] = (Entry("buckets", packed, self._push_phases()),)
             if self.on_gpu:
-                num_peers += self.routes.num_peers(rank)
-                ledger += gpu_overhead(num_communicators, num_rings, num_peers)
-            ledgers[rank] = ledger
-        return ledgers
+                num_rings, peers = _connections(self._here(names))
+                peers += [] if push is None else [push.peers(rank)]
+                shared[names] += gpu_overhead(
+                    num_communicators, num_rings, peers, self.ranks_per_host
+                )
+        return shared
+
+    def ledgers(self, sleeping: Sleeping) -> Ledgers:
+        """Return each rank's ledger: its roles, the buckets of a push, and the GPU's own memory."""
+        of_names = {}
+        for names, shared in self._shared.items():
+            of_roles = (self._entries(role, sleeping) for role in self._here(names))
+            entries = (*chain.from_iterable(of_roles), *shared)
+            of_names[names] = Ledger(entries, phases=self.phase_names)
+        return Ledgers(of_names, self.names)
+
+    def _here(self, names: Names) -> list[PlannedRole]:
+        """Return the roles on these placements."""
+        return [role for role in self.roles if role.placement.name in names]
 
     def sleepers(self) -> list[PlannedRole]:
         """Return the roles that can sleep, and that the declaration lets sleep."""
@@ -145,38 +200,32 @@ class MemoryModel:
         )
 
     def _num_communicators(self) -> int:
-        """Return how many communicators NCCL makes: the world's, and three for each placement.
+        """Return how many communicators NCCL makes: the world's, and those of each placement.
 
-        The three are those of its axes dp and fsdp, and of all its ranks. A link is placed too.
+        A link is placed too, on ranks of one axis.
         """
-        distinct = {_key(placement) for placement in self.placements.values()}
+        distinct = {_key(one): num_groups(one.ranks, one.axes) for one in self.placements.values()}
         if train := self.placements.get(TRAIN):
             linked = [role.placement for role in self.roles if role.is_refreshed]
-            if self.routes:
+            if self.push is not None:
                 linked.append(self.placements.infer)
             for placement in linked:
                 ranks = tuple(sorted({*train.ranks, *placement.ranks}))
-                distinct.add((ranks, (len(ranks), 1, 1)))
-        return 1 + 3 * len(distinct)
+                axes = {"dp": len(ranks), "fsdp": 1, "tp": 1}
+                distinct[ranks, tuple(axes.values())] = num_groups(ranks, axes)
+        return 1 + sum(distinct.values())
 
 
-def kv_sized(ledgers: dict[int, Ledger], num_bytes: int) -> dict[int, Ledger]:
-    """Return ledgers in which an engine's pages have this size."""
-    return {rank: ledger.sized(KV, num_bytes) for rank, ledger in ledgers.items()}
-
-
-def _connections(roles: Sequence[PlannedRole]) -> tuple[int, int]:
-    """Return the rings that gradients and weights go around, and the peers that rows are sent to.
+def _connections(roles: Sequence[PlannedRole]) -> tuple[int, list[Peers]]:
+    """Return the rings that gradients and weights go around, and whom rows are sent to.
 
     Roles on the same ranks and axes share their connections.
     """
-    placed: dict[Key, Placement] = {}
-    peers: dict[Key, int] = {}
-    for role in (one for one in roles if one.has_mesh):
-        key = _key(role.placement)
-        placed[key], peers[key] = role.placement, max(peers.get(key, 0), role.num_peers)
+    meshes = [role for role in roles if role.has_mesh]
+    placed = {_key(role.placement): role.placement for role in meshes}
+    peers = {(_key(role.placement), one) for role in meshes for one in role.exchanges}
     num_rings = sum(size > 1 for one in placed.values() for size in one.axes.values())
-    return num_rings, sum(peers.values())
+    return num_rings, [one for _, one in peers]
 
 
 def _key(placement: Placement) -> Key:

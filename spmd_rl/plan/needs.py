@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.environments.config import AgentConfig
@@ -18,8 +19,10 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.trainer import Trainer
 
+TRAIN, INFER = "train", "infer"  # the roles that most runs have
 _TYPES: dict[str, Any] = {
     "model": str,
+    "run": RunConfig,
     "trainer": TrainerConfig,
     "critic": TrainerConfig,
     "engine": EngineConfig,
@@ -39,6 +42,7 @@ class RunNeeds:
     """
 
     model: str = ""
+    run: RunConfig = RunConfig()  # noqa: RUF009  it is frozen
     split: object = None
     trainer: TrainerConfig | None = None
     critic: TrainerConfig | None = None

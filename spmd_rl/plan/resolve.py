@@ -17,16 +17,17 @@ from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.model.parts.part import most_row_shards
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import Ledger, as_size
-from spmd_rl.plan.axes import check_axes
+from spmd_rl.offload.ledger import as_size
+from spmd_rl.plan.axes import check_axes, check_row_shards
 from spmd_rl.plan.concurrency import Queue, num_asked, running
-from spmd_rl.plan.memory import MemoryModel, kv_sized
-from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
-from spmd_rl.plan.routes import Routes
-from spmd_rl.plan.run_routes import routes_of_run
+from spmd_rl.plan.memory import Ledgers, MemoryModel
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
+from spmd_rl.plan.push import Push, push_of_run
+from spmd_rl.plan.roles import PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
+
+GPUS_PER_HOST = 8  # where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class RunPlan:
     world_size: int
     placements: Placements
     spec: ModelSpec | None
-    routes: Routes
-    ledgers: dict[int, Ledger]
+    push: Push | None = None
+    ledgers: Ledgers = field(default_factory=Ledgers)
     memory: MemoryModel | None = None
     sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
     uncounted: tuple[str, ...] = ()
@@ -65,9 +66,8 @@ class RunPlan:
             for placement in self.placements.values()
             for axis, ranks in _axis_groups(placement)
         ]
-        if self.routes:
-            linked = {*self.placements.train.ranks, *self.placements.infer.ranks}
-            groups.append(("link", tuple(sorted(linked))))
+        if self.push is not None:
+            groups.append(("link", self.push.ranks))
         return groups
 
     @property
@@ -78,25 +78,11 @@ class RunPlan:
 
     def reserved_bytes(self) -> int:
         """Return what is planned beside an engine's pages at most, on any of its ranks."""
-        return max(self.ledgers[rank].beside_bytes("kv") for rank in self.placements.infer.ranks)
-
-    def peak_ranks(self) -> dict[tuple[str, ...], int]:
-        """Return the rank that needs most memory for each set of roles that share ranks."""
-        return {
-            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes())
-            for roles, ranks in self._ranks_by_roles().items()
-        }
-
-    def _ranks_by_roles(self) -> dict[tuple[str, ...], list[int]]:
-        """Return the ranks that serve each set of roles."""
-        roles_of: dict[int, tuple[str, ...]] = {}
-        for placement in self.placements.values():
-            for rank in placement.ranks:
-                roles_of[rank] = (*roles_of.get(rank, ()), placement.name)
-        ranks_of: dict[tuple[str, ...], list[int]] = {}
-        for rank in sorted(roles_of):
-            ranks_of.setdefault(roles_of[rank], []).append(rank)
-        return ranks_of
+        return max(
+            ledger.beside_bytes("kv")
+            for names, ledger in self.ledgers.of_names.items()
+            if INFER in names
+        )
 
     def require(self, capacity_bytes: int) -> None:
         """Raise a PlanError with the sum of the first rank and phase that do not fit, if any; or
@@ -104,7 +90,7 @@ class RunPlan:
         """
         if self.sleep.host_problem:
             raise PlanError(self.sleep.host_problem)
-        for rank, ledger in sorted(self.ledgers.items()):
+        for rank, ledger in self.ledgers.distinct():
             try:
                 ledger.require(capacity_bytes)
             except PlanError as error:
@@ -112,7 +98,7 @@ class RunPlan:
 
     def require_host(self, host_bytes: int, ranks_per_host: int) -> None:
         """Raise a PlanError if the ranks of a host need more than its memory."""
-        for rank, ledger in sorted(self.ledgers.items()):
+        for rank, ledger in self.ledgers.distinct():
             if (needed := ledger.host_bytes() * ranks_per_host) > host_bytes:
                 terms = " + ".join(
                     f"{entry.tag} {as_size(entry.host_bytes)}"
@@ -130,6 +116,7 @@ def resolve(
     world_size: int,
     capacity_bytes: int | None = None,
     host_bytes: int | None = None,
+    ranks_per_host: int = GPUS_PER_HOST,
 ) -> RunPlan:
     """Return the plan of a run on devices of `capacity_bytes`, whose ranks may keep `host_bytes` in
     host memory each. None is what is not known; `offload.host_gib` goes first.
@@ -139,7 +126,7 @@ def resolve(
     needs = RunNeeds.of(cfg)
     placements = _placements(needs, world_size)
     if not needs.model:
-        return RunPlan(world_size, placements, None, Routes.none(world_size), {})
+        return RunPlan(world_size, placements, None)
     spec = read_spec(needs.model)
     roles = planned_roles(placements, needs, row_shards(cfg, world_size))
     memory = MemoryModel(
@@ -147,12 +134,13 @@ def resolve(
         placements,
         roles,
         needs.phases,
-        routes_of_run(placements, spec, needs, world_size),
+        push_of_run(placements, spec, needs),
         on_gpu=any(role.computes_on_gpu for role in roles),
+        ranks_per_host=ranks_per_host,
     )
     sleep = _decide(needs, memory, spec, capacity_bytes, host_bytes)
     ledgers = memory.ledgers(sleep.sleeping)
-    plan = RunPlan(world_size, placements, spec, memory.routes, ledgers, memory, sleep)
+    plan = RunPlan(world_size, placements, spec, memory.push, ledgers, memory, sleep)
     plan = replace(plan, uncounted=uncounted(placements, roles))
     if INFER not in placements or needs.engine is None:
         return plan
@@ -162,7 +150,7 @@ def resolve(
     sequences = running(needs, engine, infer, spec)
     num_held = page_bytes // sequence_kv_bytes(spec, engine, sequences.num_tokens, tp)
     queue = Queue(num_asked(needs, engine, infer), sequences, num_held)
-    ledgers = kv_sized(ledgers, page_bytes)
+    ledgers = ledgers.kv_sized(page_bytes)
     return replace(plan, ledgers=ledgers, queue=queue, formats=format_sentences(engine))
 
 
@@ -216,7 +204,10 @@ def _placements(needs: RunNeeds, world_size: int) -> Placements:
 
 
 def planned_settings(
-    cfg: object, world_size: int, capacity_bytes: int | None = None
+    cfg: object,
+    world_size: int,
+    capacity_bytes: int | None = None,
+    ranks_per_host: int = GPUS_PER_HOST,
 ) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, by the name of the placement.
 
@@ -228,7 +219,7 @@ def planned_settings(
     if engine is None or engine.num_pages:
         return {}
     try:
-        plan = resolve(cfg, world_size, capacity_bytes)
+        plan = resolve(cfg, world_size, capacity_bytes, ranks_per_host=ranks_per_host)
     except (ConfigError, PlanError):
         return {}
     infer = plan.placements.get(INFER)
@@ -243,8 +234,10 @@ def planned_settings(
 
 def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
     """Return in how many parts the models of each placement sum row-parallel products: as many as
-    ranks share one, in a trainer that sums in parts or an engine whose bits are the trainer's. None
-    are named where this is 1.
+    ranks share one, in a trainer that sums in parts or an engine whose bits are the trainer's, or
+    as many as `run.row_shards` says. None are named where this is 1.
+
+    Raises: ConfigError as `check_row_shards`.
     """
     needs = RunNeeds.of(cfg)
     if needs.split is None:
@@ -253,12 +246,13 @@ def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
         placements = plan_split(needs.split, world_size)
     except PlanError:  # the run itself reports it
         return {}
+    check_row_shards(needs, placements)
     of_bits = {
         INFER: needs.engine is not None and needs.engine.promises_bits,
         TRAIN: needs.trainer is not None and needs.trainer.backend.sums_in_parts,
     }
     sizes = [one.axes["tp"] for name, one in placements.items() if of_bits.get(name)]
-    size = most_row_shards(*sizes)
+    size = needs.run.row_shards or most_row_shards(*sizes)
     return dict.fromkeys(placements, size) if size > 1 else {}
 
 

@@ -10,19 +10,17 @@ from typing import Any
 from spmd_rl.controller.capabilities import MemoryPlanner, Sleeper, capabilities
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.lora import NO_LORA, LoraConfig
+from spmd_rl.offload.gpu_overhead import Peers
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
-from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.training_role import TrainingRole
-
-TRAIN, INFER = "train", "infer"
 
 
 @dataclass(frozen=True)
@@ -80,17 +78,18 @@ class PlannedRole:
         return self.trainer is not None and self.trainer.backend.holds_whole_tensors
 
     @property
-    def num_peers(self) -> int:
-        """How many ranks a train step sends rows to: of gradients or weights to those that shard,
-        of tokens and sums to those that share sequences or matrices in FSDP2.
+    def exchanges(self) -> tuple[Peers, ...]:
+        """Whom a train step sends rows to: of gradients or weights to the ranks that shard, of
+        tokens and sums to those that share sequences or matrices in FSDP2.
         """
-        trainer, axes = self.trainer, self.placement.axes
+        trainer, placement = self.trainer, self.placement
         if trainer is None:
-            return 0
-        shards = self.placement.of_shards.axes["fsdp"]
-        exchanges = trainer.deterministic or trainer.optimizer.kind == "muon"
-        sharing = sum(size_of(axes, axis) - 1 for axis in trainer.backend.sends_along)
-        return (shards - 1) * exchanges + sharing
+            return ()
+        along: list[tuple[str, ...]] = [(axis,) for axis in trainer.backend.sends_along]
+        if trainer.deterministic or trainer.optimizer.kind == "muon":
+            along.append(("fsdp", "cp"))
+        groups = (placement.ranks_along(placement.ranks[0], axes) for axes in along)
+        return tuple(Peers(ranks, len(ranks) - 1) for ranks in groups)
 
     @property
     def has_mesh(self) -> bool:

@@ -3,8 +3,8 @@
 First come layouts: engines that share their experts or their matrices over several ranks, and a
 trainer that divides its experts, its sequences, its matrices, or the last two. The native engine
 goes before SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow
-by their cost in speed. What a recipe does not have, or what does not go with another setting, is
-refused when it is tried.
+by their cost in speed, and each is tried with smaller micro-batches too, which cost least. What a
+recipe does not have, or what does not go with another setting, is refused when it is tried.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, product
 
+from spmd_rl.plan.recompute import EXTRA_OPERATIONS
+
 Flags = tuple[str, ...]
 LEAST_MICRO_BATCH = 4096  # tokens; a smaller one makes matrices too small to be computed fast
-ALL = "--trainer.backend.recompute=all"
+CHEAP, ALL = (f"--trainer.backend.recompute={choice}" for choice in ("cheap", "all"))
+WRAP = "--trainer.backend.wrap=layer"
 FULL = tuple(
     f"--trainer.backend.model_options.recompute_{name}"
     for name in ("granularity=full", "method=uniform", "num_layers=1")
@@ -22,24 +25,37 @@ FULL = tuple(
 MOMENTS, MASTER = (f"--trainer.backend.offload={what}" for what in ("moments", "master"))
 ACTIVATIONS = "--trainer.backend.offload_activations=true"
 MICRO_BATCH = "--trainer.max_tokens={}"
+SEQUENCES, MATRICES = "split.train.cp", "split.train.tp"
+OTHER_BITS = "--run.exact=false"
+OPERATIONS = f"{EXTRA_OPERATIONS['all']:.0%} more operations in a train step"
+# what a setting costs, by its flag or its key
+COSTS = {
+    "trainer.max_tokens": "no operations, but more micro-batches",
+    CHEAP: "elementwise operations once more",
+    ALL: OPERATIONS,
+    FULL[0]: OPERATIONS,
+    WRAP: "weights are gathered layer by layer",
+    MOMENTS: "each step copies the moments to the GPU and back",
+    MASTER: "each step copies master weights and moments to the GPU and back",
+    ACTIVATIONS: "each step copies activations to the host and back",
+    "split.train.ep": "tokens go to the experts of other ranks",
+    "split.train.cp": "ranks exchange keys and values of each layer",
+    "split.train.tp": "ranks exchange sums in each layer",
+    "split.infer.ep": "tokens go to the experts of other ranks",
+    "split.infer.tp": "ranks of an engine exchange sums in each layer",
+    OTHER_BITS: "engine and trainer have other bits",
+}
 SAVERS: tuple[Flags, ...] = (
     (),
-    ("--trainer.backend.recompute=cheap",),
+    (CHEAP,),
     (ALL,),
-    (ALL, "--trainer.backend.wrap=layer"),
+    (ALL, WRAP),
     FULL,
     (MOMENTS, ALL),
     (MOMENTS, *FULL),
     (MASTER, ALL),
     (MASTER, ALL, ACTIVATIONS),
-    (MICRO_BATCH, ALL),
-    (MICRO_BATCH, *FULL),
-    (MICRO_BATCH, MOMENTS, ALL),
-    (MICRO_BATCH, MOMENTS, *FULL),
-    (MICRO_BATCH, MASTER, ALL, ACTIVATIONS),
 )
-SEQUENCES, MATRICES = "split.train.cp", "split.train.tp"
-OTHER_BITS = "--run.exact=false"
 EXPERT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 MATRIX_SIZES = (2, 4, 8)  # ranks of one host
 
@@ -52,13 +68,26 @@ def layouts(kept: Collection[str], world_size: int) -> list[Flags]:
     return _without(kept, _layouts(world_size))
 
 
-def savers(kept: Collection[str], micro_batch: int) -> list[Flags]:
-    """Return the settings of the trainer to try in a layout, without those in `kept`.
+def savers(kept: Collection[str]) -> list[Flags]:
+    """Return the settings of the trainer to try in a layout, without those in `kept`."""
+    return _without(kept, SAVERS)
 
-    `micro_batch` is the least size of one, in tokens; 0: the run's own stays.
+
+def smaller_batches(num_tokens: int, least: int) -> list[Flags]:
+    """Return flags of micro-batches from `num_tokens` down to `least`, each half of the last.
+
+    The first are none: the run's own size stays.
     """
-    usable = (one for one in SAVERS if micro_batch or MICRO_BATCH not in one)
-    return _without(kept, (tuple(flag.format(micro_batch) for flag in one) for one in usable))
+    sizes = [num_tokens]
+    while sizes[-1] > least:
+        sizes.append(max(sizes[-1] // 2, least))
+    return [(), *((MICRO_BATCH.format(size),) for size in sizes[1:])]
+
+
+def costs(flags: Flags) -> str:
+    """Return what the settings cost, in words; "" for none."""
+    found = (COSTS.get(flag) or COSTS.get(key_of(flag)) for flag in flags)
+    return "; ".join(dict.fromkeys(filter(None, found)))
 
 
 def _without(kept: Collection[str], all_flags: Iterable[Flags]) -> list[Flags]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from spmd_rl.offload.ledger import Ledger, TagBytes, as_size
 from spmd_rl.offload.phases import ALL, Phases, Tags
 from spmd_rl.plan.concurrency import RunningSequences
-from spmd_rl.plan.memory import MemoryModel, Sleeping, kv_sized
+from spmd_rl.plan.memory import MemoryModel, Sleeping
 from spmd_rl.plan.roles import PlannedRole
 
 PAGES = ("kv", "step")  # an engine's step belongs to graphs over its pages
@@ -159,7 +159,7 @@ def _cost(role: PlannedRole, item: TagBytes) -> int:
 
 def _host_problem(model: MemoryModel, sleeping: Sleeping, need: Need) -> str:
     """Return why a host cannot keep what sleeps, in a sentence; "" where it can."""
-    kept = max(map(Ledger.host_bytes, model.ledgers(sleeping).values()))
+    kept = model.ledgers(sleeping).most(Ledger.host_bytes)
     if need.host_bytes is None or kept <= need.host_bytes:
         return ""
     return (
@@ -170,8 +170,7 @@ def _host_problem(model: MemoryModel, sleeping: Sleeping, need: Need) -> str:
 
 
 def _peak(model: MemoryModel, sleeping: Sleeping, kv_bytes: int) -> int:
-    ledgers = kv_sized(model.ledgers(sleeping), kv_bytes)
-    return max(map(Ledger.peak_bytes, ledgers.values()))
+    return model.ledgers(sleeping).kv_sized(kv_bytes).most(Ledger.peak_bytes)
 
 
 def _num_stretches(names: tuple[str, ...], asleep: tuple[str, ...]) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.shared_gpus import ranks_per_gpu
+from spmd_rl.mesh.world import World
 from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import planned_settings, resolve, row_shards
+from spmd_rl.plan.resolve import GPUS_PER_HOST, planned_settings, resolve, row_shards
 
 
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
@@ -34,7 +35,7 @@ def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
 
 def settings(cfg: object, world_size: int) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, on GPUs like this process's."""
-    planned = planned_settings(cfg, world_size, gpu_bytes())
+    planned = planned_settings(cfg, world_size, gpu_bytes(), ranks_per_host())
     shards = row_shards(cfg, world_size)
     return {
         name: {**planned.get(name, {}), **({"row_shards": shards[name]} if name in shards else {})}
@@ -65,7 +66,7 @@ def sleep_policy(
     if gpu_bytes is None:
         return awake, "nothing sleeps: on CPUs, memory is not given back"
     try:
-        plan = resolve(cfg, world_size, gpu_bytes, host_bytes)
+        plan = resolve(cfg, world_size, gpu_bytes, host_bytes, ranks_per_host())
     except (ConfigError, PlanError) as error:
         return policy, f"roles sleep in turn: their memory cannot be planned ({error})"
     if plan.memory is None:
@@ -79,6 +80,13 @@ def sleep_policy(
         return awake, plan.sleep.sentence
     chosen = SleepPolicy(phases=plan.sleep.phases(plan.memory), host_bytes=offload.host_bytes)
     return chosen, plan.sleep.sentence
+
+
+def ranks_per_host() -> int:
+    """Return how many ranks NCCL takes for those of one host, in this process's world."""
+    if not World.is_around():
+        return GPUS_PER_HOST
+    return max(1, World.from_env().local_size // ranks_per_gpu())
 
 
 def gpu_bytes() -> int | None:

@@ -1,16 +1,16 @@
-"""Plan as text: split, process groups, routes of a push, memory, and what recomputation saves."""
+"""Plan as text: split, process groups, what a push moves, memory, and what recomputation saves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.ledger import Entry, Ledger, as_size
+from spmd_rl.plan.needs import TRAIN
+from spmd_rl.plan.push import Push
 from spmd_rl.plan.recompute import recompute_rows
 from spmd_rl.plan.resolve import RunPlan
-from spmd_rl.plan.roles import TRAIN
-from spmd_rl.plan.routes import Routes
 
 MAX_ROWS = 8  # of a list; the rest is counted
 
@@ -33,7 +33,9 @@ def lines(plan: RunPlan) -> Iterator[str]:
         )
     for name, sentence in plan.formats.items():
         yield f"{name:12} {sentence}"
-    yield from _routes(plan.routes)
+    yield from _lengths(plan)
+    if plan.push is not None:
+        yield _push(plan.push, [rank for rank, _ in plan.ledgers.distinct()])
     if plan.on_gpu:
         yield (
             "memory       planned as for GPUs: bfloat16, with CUDA contexts and "
@@ -61,15 +63,27 @@ def _split(plan: RunPlan) -> Iterator[str]:
         yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
 
 
-def _routes(routes: Routes) -> Iterator[str]:
-    if routes:
-        within, between = as_size(routes.within_bytes), as_size(routes.between_bytes)
-        yield f"weight push  {within} within ranks, {between} between ranks"
-        rows = (
-            f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}"
-            for source, target in routes
-        )
-        yield from _first_rows(rows, len(routes))
+def _lengths(plan: RunPlan) -> Iterator[str]:
+    """Yield the tokens of sequences and of micro-batches that the memory below is for."""
+    parts = []
+    if plan.queue is not None:
+        tokens = plan.queue.running.num_tokens
+        parts.append(f"sequences of {tokens:,} tokens, of which sampling.max_tokens are answers")
+    trainers = (role.trainer for role in plan.roles if role.name == TRAIN)
+    parts += [
+        f"micro-batches of {one.max_tokens:,} (trainer.max_tokens)" for one in trainers if one
+    ]
+    if parts:
+        yield f"lengths      {'; '.join(parts)}"
+
+
+def _push(push: Push, ranks: Sequence[int]) -> str:
+    """Return what a push moves; `ranks` has one for each set of roles."""
+    sends, receives = (max(map(number, ranks)) for number in (push.num_sends, push.num_receives))
+    return (
+        f"weight push  {as_size(push.copy_bytes)} to each engine; a rank sends to {sends:,} others "
+        f"at most, and receives from {receives:,}"
+    )
 
 
 def _sleep(plan: RunPlan) -> Iterator[str]:
@@ -83,10 +97,10 @@ def _sleep(plan: RunPlan) -> Iterator[str]:
 
 
 def _memory(plan: RunPlan) -> Iterator[str]:
-    for roles, rank in plan.peak_ranks().items():
-        ledger = plan.ledgers[rank]
-        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", ledger)
-        yield from _host_table(ledger)
+    for rank, ledger in plan.ledgers.distinct():
+        if names := plan.ledgers.names[rank]:
+            yield from _table(f"memory of {' + '.join(names)}, most on rank {rank}", ledger)
+            yield from _host_table(ledger)
 
 
 def _table(title: str, ledger: Ledger) -> Iterator[str]:

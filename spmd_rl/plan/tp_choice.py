@@ -15,9 +15,8 @@ from spmd_rl.model.parts.part import ROW_SHARDS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.concurrency import Queue
 from spmd_rl.plan.decode_floor import Gpu, StepTime, decode_work, gpu_of
-from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.roles import INFER
+from spmd_rl.plan.needs import INFER, RunNeeds
+from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
 from spmd_rl.plan.savings import Flags
 from spmd_rl.rollout.kinds import EngineConfig
 
@@ -88,7 +87,7 @@ def tp_choice(
     planned, floors = infer.axes["tp"], []
     for tp in ROW_SHARDS:
         with_tp = (*flags, TP_FLAG.format(tp))
-        other = plan if tp == planned else _resolved(configure, with_tp, plan.world_size, gpu_bytes)
+        other = plan if tp == planned else _resolved(configure, with_tp, plan, gpu_bytes)
         if other is not None and _fits(other, gpu_bytes):
             found = rollout_floor(RunNeeds.of(configure(with_tp)), other, gpu)
             floors += [found] if found else []
@@ -175,11 +174,12 @@ def _why_no_more(best: RolloutFloor, more: RolloutFloor) -> str:
 
 
 def _resolved(
-    configure: Callable[[Flags], object], flags: Flags, world_size: int, gpu_bytes: int
+    configure: Callable[[Flags], object], flags: Flags, like: RunPlan, gpu_bytes: int
 ) -> RunPlan | None:
-    """Return the plan of a run with `flags`; None where they are refused."""
+    """Return the plan with `flags` in the world of `like`; None where they are refused."""
+    per_host = GPUS_PER_HOST if like.memory is None else like.memory.ranks_per_host
     try:
-        return resolve(configure(flags), world_size, gpu_bytes)
+        return resolve(configure(flags), like.world_size, gpu_bytes, ranks_per_host=per_host)
     except (ConfigError, PlanError):
         return None
 

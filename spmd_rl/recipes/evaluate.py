@@ -1,7 +1,7 @@
 """Evaluate: the scores of a model on sets of prompts. Nothing is trained.
 
+spmd-rl eval runs/grpo --data test.jsonl
 spmd-rl eval --model PATH --data test.jsonl --reward module:function --sampling.num_samples=4
-spmd-rl eval --config runs/grpo --checkpoint runs/grpo/checkpoints/step_000100
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Config:
     # table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     threshold: float = 1.0  # least reward of a correct sample
-    # whose weights replace the model's: a folder such as runs/grpo/checkpoints/step_000100
+    # whose weights replace the model's: a folder such as runs/grpo/checkpoints/step_000100; with
+    # the settings of a run and without --model its newest
     checkpoint: str = ""
     seed: int = 0  # of the draws
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -54,9 +55,11 @@ class Config:
         agree_with_agent(self)
 
     @classmethod
-    def from_file(cls, table: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    def from_file(
+        cls, table: dict[str, Any], given: Mapping[str, str], file: Path | None
+    ) -> dict[str, Any]:
         """Return the settings of a file, which may be that of a run or of another recipe."""
-        return settings_of_run(table, {field.name for field in fields(cls)}, given)
+        return settings_of_run(table, {field.name for field in fields(cls)}, given, file)
 
     @property
     def pushes(self) -> bool:
@@ -89,6 +92,7 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
+    print(f"evaluating the weights of {cfg.checkpoint or cfg.model}", flush=True)
     roles, version = ctl.world.split(cfg.split), 0
     if cfg.checkpoint:
         trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)

@@ -1,5 +1,7 @@
 """Settings of `spmd-rl eval` from those of a run: its prompts, reward, sampling and trainer.
 
+The weights are those of the newest checkpoint, unless a model or a checkpoint is named.
+
 The file may be that of another recipe. Then the sets are those of its `eval`, whose settings go
 before the run's, as in the evaluations of the run itself.
 """
@@ -13,24 +15,29 @@ from typing import Any
 
 from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
+from spmd_rl.train.checkpoint.saved_run import checkpoint_of, has_begun
 
 # where roles are, how large a step is and where results go is a matter of each command
 OF_EACH_RUN = ("split", "offload", "run", "data")
+OF_RUN = ("exact", "row_shards")  # but for these, which choose bits
 # of the prompts of pairs
 OF_PAIRS = ("chosen_key", "rejected_key")
 
 
 def settings_of_run(
-    table: dict[str, Any], own: Collection[str], given: Mapping[str, str]
+    table: dict[str, Any], own: Collection[str], given: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
     """Return the settings of an evaluation from the table of a file, perhaps another recipe's.
 
     `own` are the keys of an evaluation, and `given` what the command line says. The trainer of a
     checkpoint is that of its run, if the file does not say it. A key that belongs to no recipe is
-    printed.
+    printed. Raises: ConfigError where `file` is that of a run, which has no checkpoint yet.
     """
     if _is_of_recipe(table, own):
         table = _of_recipe(table, own)
+        is_run = file is not None and "trainer" in table and has_begun(file.parent)
+        if file is not None and is_run and not {"model", "checkpoint"} & given.keys():
+            table["checkpoint"] = str(checkpoint_of(file.parent, None))
     if any(key == "data" or key.startswith("sets.") for key in given):
         table = {key: value for key, value in table.items() if key not in ("data", "sets")}
     if checkpoint := given.get("checkpoint", table.get("checkpoint", "")):
@@ -62,8 +69,8 @@ def _of_recipe(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]
     for key in ("data", "reward"):
         if evaluation.get(key):
             found[key] = evaluation[key]
-    if "exact" in table.get("run", {}):
-        found["run"] = {"exact": table["run"]["exact"]}
+    if kept := {key: table["run"][key] for key in OF_RUN if key in table.get("run", {})}:
+        found["run"] = kept
     return found
 
 

@@ -77,6 +77,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("train"):
             batch = sequence_ends(pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
-        step.log(stats)
+        step.log(stats, pairs.metrics())
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end()

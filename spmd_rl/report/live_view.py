@@ -15,12 +15,14 @@ from rich.text import Text
 
 from spmd_rl.errors import printable
 from spmd_rl.report.compared_tokens import NONE_COMPARED, percent
+from spmd_rl.report.means import first_and_last
 from spmd_rl.report.progress import (
     Metrics,
     RunProgress,
     duration,
     episodes_text,
     evaluation_text,
+    nothing_learned,
     number,
     sparkline,
     weights_text,
@@ -203,16 +205,19 @@ def _shares(parts: Sequence[_StepPart], whole: float) -> Text:
 
 
 def _reward(progress: RunProgress, width: int) -> Text | None:
-    """Return the reward of the last step, a sparkline of all steps, and the first reward."""
+    """Return the reward of the last step, a sparkline of all steps, and the means of the first and
+    the last fifth of them, as the report has them.
+    """
     if not progress.rewards:
         return None
-    first, last = progress.rewards[0], progress.rewards[-1]
-    line = sparkline(progress.rewards, max(8, min(48, width - 24)))
+    known = [reward for reward in progress.rewards if math.isfinite(reward)]
+    first, last = first_and_last(known)
+    line = sparkline(known, max(8, min(48, width - 32)))
     return Text.assemble(
-        (number(last, ".3f"), "bold green" if last >= first else "bold red"),
+        (number(progress.rewards[-1], ".3f"), "bold green" if last >= first else "bold red"),
         "  ",
         (line, "green"),
-        (f"  from {number(first, '.3f')}", "bright_black"),
+        (f"  fifths {number(first, '.3f')} → {number(last, '.3f')}", "bright_black"),
     )
 
 
@@ -271,7 +276,9 @@ def _policy(metrics: Metrics) -> Text | None:
         for name, form, spec in _POLICY_METRICS
         if name in metrics
     ]
-    return Text(" · ".join(parts)) if parts else None
+    if nothing := nothing_learned(metrics):
+        parts.insert(0, nothing)
+    return Text(" · ".join(parts), "yellow" if nothing else "") if parts else None
 
 
 def _sample(group: groups.Group, width: int) -> Text:

@@ -47,6 +47,13 @@ def num_latest(num_steps: int) -> int:
     return max(1, num_steps // LATEST_SHARE)
 
 
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last fifth, as `fifths` divides; NaN of nothing."""
+    size = num_latest(len(values))
+    first, last = values[: len(values) % size + size], values[-size:]
+    return (fmean(first), fmean(last)) if values else (math.nan, math.nan)
+
+
 def fifths(rows: Sequence[Row], name: str) -> list[list[Row]]:
     """Return the rows that have the metric in parts of a fifth each; the first has the rest too."""
     known = [row for row in rows if is_number(row.get(name))]

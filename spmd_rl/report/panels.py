@@ -78,6 +78,12 @@ PANELS = (
         unit="samples",
     ),
     _panel("Prefix cache of the engines", Line("engine/prefix_hits", "of tokens"), share=True),
+    _panel("Evicted samples", Line("engine/preemptions", "evicted"), unit="samples"),
+    _panel(
+        "Tokens computed again",
+        Line("engine/recomputed_tokens", "of samples that had begun"),
+        unit="tokens",
+    ),
     _panel("Clipped keys and values", Line("engine/kv_clipped", "of elements"), share=True),
     _panel("Entropy", Line("train/entropy", "per token", AMBER), unit="nats"),
     _panel("Clip fraction", Line("train/clip_frac", "of tokens")),
@@ -195,6 +201,7 @@ PANELS = (
     ),
     _panel("Prompts solved", Line("rejection/solved", "share"), share=True),
     _panel("Learned tokens", Line("data/learned_tokens", "of a step"), unit="tokens"),
+    _panel("Records left out", Line("data/dropped", "so far"), unit="records"),
     _panel("Epochs", Line("data/epoch", "passes over the data")),
     _panel("Warm-up loss", Line("warmup/loss", "loss"), floor=None),
     _panel("Loss", Line("train/loss", "loss"), floor=None, noise=ROUNDING),
@@ -234,6 +241,7 @@ PANELS = (
     _panel("Time per warm-up step", Line("time/warmup", "whole step"), unit="s"),
     _panel(
         "Time of a request",
+        Line("time/agent_mean", "agent"),
         Line("time/queue_mean", "queue"),
         Line("time/prefill_mean", "prefill"),
         Line("time/decode_mean", "decode"),

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from spmd_rl.report.compared_tokens import mismatch_text
-from spmd_rl.report.progress import Metrics, RunProgress, duration, evaluation_text, number
+from spmd_rl.report.progress import (
+    Metrics,
+    RunProgress,
+    duration,
+    evaluation_text,
+    nothing_learned,
+    number,
+)
 from spmd_rl.types.groups import Group
 
 _REWARD = ("reward/mean", "reward {}", ".3f")
@@ -54,4 +61,5 @@ def _columns(metrics: Metrics) -> list[str]:
         form.format(number(metrics[name], spec)) if name in metrics else ""
         for name, form, spec in (_REWARD, *_COLUMNS)
     )
-    return [text for text in (reward, mismatch_text(metrics), *others) if text]
+    texts = (reward, mismatch_text(metrics), nothing_learned(metrics), *others)
+    return [text for text in texts if text]

@@ -175,6 +175,14 @@ def evaluation_text(metrics: Metrics) -> str:
     return "  ".join(texts) or "all samples failed"
 
 
+def nothing_learned(metrics: Metrics) -> str:
+    """Return that a step had no gradient, and why if that is known; "" where it had one."""
+    if metrics.get("train/grad_norm") != 0:
+        return ""
+    masked = metrics.get("version/masked_share") == 1
+    return f"nothing learned: {'mask_lag left out all tokens' if masked else 'gradient norm 0'}"
+
+
 def weights_text(metrics: Metrics) -> str:
     """Return how the weights of the engine were found to be the trainer's; "" if unknown."""
     names = ("sync/tensors", "sync/verified_tensors", "sync/shared_tensors")

@@ -25,6 +25,7 @@ from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.report.verdicts.reward_warnings import RewardWarnings
 from spmd_rl.train.cost.memory import num_trained_parameters
+from spmd_rl.types.failures import told_causes
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import error_of
 
@@ -61,6 +62,7 @@ class Recorder:
         self._facts = facts | {"defaults": changed_defaults(cfg)}
         self._write_facts()
         self._sinks = Sinks(run.sinks, run.path, settings)
+        self._trains = needs.trainer is not None
         self._reward_warnings = RewardWarnings(settings, self._folder.path / "samples")
         self._monitor: RunMonitor | None = None
         # before there is a monitor: seconds of finished phases, and the current phase
@@ -134,30 +136,19 @@ class Recorder:
     def on_evaluation(
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
     ) -> None:
-        """Write an evaluation's metrics and samples. Its failed samples are printed to stderr."""
+        """Write an evaluation's metrics and samples. Causes of failures are printed to stderr."""
         for name, own in groups.items():
-            for sample in Group.to_columns(own).failed.samples.rows():
-                print(
-                    f"the evaluation of {name} after {num_steps} steps goes on without a sample: "
-                    f"{error_of(sample)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            _tell_failures(f"the evaluation of {name} after {num_steps} steps", own)
         if self._monitor is not None:
             self._monitor.on_evaluation(num_steps, metrics, groups)
 
     def _group_metrics(self, groups: list[Group], version: int) -> dict[str, float]:
         """Return the metrics of a step's groups.
 
-        Failed samples, and warnings about rewards, are printed to stderr.
+        Causes of failed samples, and warnings about rewards, are printed to stderr.
         """
-        for sample in Group.to_columns(groups).failed.samples.rows():
-            print(
-                f"step {version + 1} goes on without a sample: {error_of(sample)}",
-                file=sys.stderr,
-                flush=True,
-            )
-        metrics = group_metrics(groups, version)
+        _tell_failures(f"step {version + 1}", groups)
+        metrics = group_metrics(groups, version if self._trains else None)
         if "reward/mean" in metrics:
             for warning in self._reward_warnings.after_step(
                 metrics["reward/mean"], rewards_are_equal(groups)
@@ -249,3 +240,10 @@ def _notes(needs: RunNeeds) -> list[str]:
         "as drawn from all tokens, and the count of mismatched tokens does not show this: " + remedy
         for name, value in sampling.truncation.items()
     ]
+
+
+def _tell_failures(where: str, groups: Sequence[Group]) -> None:
+    """Print why samples have failed: a line for each cause."""
+    failed = [sample for group in groups for sample in group.failed]
+    for line in told_causes(map(error_of, failed)):
+        print(f"{where} goes on without {line}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from spmd_rl.report.pictures.curves import draw
 def main(metrics: Path, picture: Path, title: str) -> None:
     """Draw the picture, then write the page."""
     draw(read_metrics(metrics), picture, title)
-    write_report([metrics.parent])
+    write_report([metrics.parent], goes_on=True)
 
 
 if __name__ == "__main__":

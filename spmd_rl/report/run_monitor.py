@@ -14,6 +14,7 @@ from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
 from spmd_rl.report.compared_tokens import closing_text
 from spmd_rl.report.pictures.curve_painter import CurvePainter
+from spmd_rl.report.pictures.time_axes import training_rows
 from spmd_rl.report.plain_view import PlainView
 from spmd_rl.report.progress import RunProgress
 from spmd_rl.types.groups import Group
@@ -73,6 +74,8 @@ class RunMonitor:
         self._painter = CurvePainter(run.metrics, run.curves, title=run.path.name)
         elapsed_s = 0.0 if start_unix_s is None else time.time() - start_unix_s
         self._progress = RunProgress(0, clock, index=resume_at, elapsed_before_s=elapsed_s)
+        rewards = [row.get("reward/mean") for row in training_rows(self._rows)]
+        self._progress.rewards = [reward for reward in rewards if reward is not None]
         self._before_metrics: dict[str, float] = {}
         self._view = _view(
             self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty

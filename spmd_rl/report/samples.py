@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from spmd_rl.report.conversations import (
 )
 from spmd_rl.report.prompt_names import prompt_name
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
-from spmd_rl.types.samples import AGENT, NO_VERSION, TURN_RECORDS, TURNS
+from spmd_rl.types.samples import AGENT, ERROR, NO_VERSION, TURN_RECORDS, TURNS
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
 MAX_CONTEXT_TOKENS = 1_000  # of a sample's own context; its end is shown
@@ -89,6 +89,14 @@ def read_samples(run: Path, config: dict[str, Any], budget: PageBudget) -> dict[
             left -= step.pop("num_tokens")
             steps.append({"step": chosen[i]} | step)
     return {"steps": sorted(steps, key=lambda step: step["step"]), "num_steps": len(files)}
+
+
+def failed_errors(run: Path, step: int) -> Iterator[str]:
+    """Yield why samples of a step failed. Raises: DataError for a damaged line."""
+    path = run / "samples" / f"step_{step:05d}.jsonl"
+    for number, line in numbered_lines(path) if path.is_file() else ():
+        if b'"failed"' in line and (row := _row(f"{path}:{number}", line)).status == "failed":
+            yield str(row.metadata.get(ERROR, ""))
 
 
 def evenly_spaced(items: list[int], num: int) -> list[int]:

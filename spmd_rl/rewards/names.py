@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from spmd_rl.config.likely import did_you_mean
 from spmd_rl.errors import ConfigError
 
 GRADERS = {
@@ -76,5 +77,5 @@ def find_grader(said: str, name: str) -> tuple[str, bool]:
     raise ConfigError(
         f"{said}: there is no grader of this name (there are: {', '.join(GRADERS)}; and {BOXED} "
         f"before {', '.join(TEXT)}): name one, or write package.module:function or "
-        "path/to/file.py:function"
+        f"path/to/file.py:function{did_you_mean(name, GRADERS)}"
     )

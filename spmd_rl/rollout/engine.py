@@ -168,7 +168,8 @@ class Request(msgspec.Struct, frozen=True):
 class StepOutput:
     """The tokens that one step added: token m belongs to sample (uids[m], indices[m]).
 
-    `started` names the requests whose first tokens the engine has begun to compute, if it knows.
+    `started` names the requests whose first tokens the engine has begun to compute, if it knows,
+    and `cached` says how many tokens of each it had computed before.
     Shape: `uids`, `indices`, `tokens`, `logprobs` are [M].
     """
 
@@ -178,6 +179,7 @@ class StepOutput:
     logprobs: NDArray[np.float32]
     finished: list[Sample]
     started: list[tuple[int, int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""Load of engines: how many requests ran and waited, and what their prefix caches saved."""
+"""Load of engines: how many requests ran and waited, what their prefix caches saved and lost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+COUNTS = (
+    "num_lookup_tokens",
+    "num_hit_tokens",
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "num_coded",
+    "num_clipped",
+)
+
 
 class EngineLoad(msgspec.Struct):
     """What one engine did in some of its steps.
 
     `running` and `waiting` are sums over the steps, and the others the most in one step. Of the
     tokens of the requests that began, `num_lookup_tokens`, the prefix cache had `num_hit_tokens`.
+    `num_preemptions` counts the requests that were evicted, and `num_recomputed_tokens` the tokens
+    of requests that had begun before and whose keys and values were computed again.
     Of the `num_coded` elements of keys and values that became codes of 8 bits, `num_clipped` were
     beyond the largest code. An engine that does not know a pair has 0 of both.
     """
@@ -23,6 +34,8 @@ class EngineLoad(msgspec.Struct):
     max_waiting: int = 0
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     num_coded: int = 0
     num_clipped: int = 0
 
@@ -46,7 +59,7 @@ class LoadMeter:
     def take(self, stats: Mapping[str, int]) -> EngineLoad:
         """Return the load since the last call; `stats` are the engine's counts since its start."""
         load, self._load = self._load, EngineLoad()
-        for name in ("num_lookup_tokens", "num_hit_tokens", "num_coded", "num_clipped"):
+        for name in COUNTS:
             total = stats.get(name, 0)
             setattr(load, name, total - self._before.get(name, 0))
             self._before[name] = total
@@ -71,6 +84,8 @@ def load_metrics(loads: Iterable[EngineLoad]) -> dict[str, float]:
     if num_tokens := sum(one.num_lookup_tokens for one in busy):
         hits = sum(one.num_hit_tokens for one in busy)
         metrics["engine/prefix_hits"] = hits / num_tokens
+        metrics["engine/preemptions"] = sum(one.num_preemptions for one in busy)
+        metrics["engine/recomputed_tokens"] = sum(one.num_recomputed_tokens for one in busy)
     if num_coded := sum(one.num_coded for one in busy):
         metrics["engine/kv_clipped"] = sum(one.num_clipped for one in busy) / num_coded
     return metrics

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
-from spmd_rl.hooks.results import merged
+from spmd_rl.hooks.results import WHOLE, merged
 from spmd_rl.rollout.grader_choice import GraderChoice
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import ERROR, GIVEN, Sample
 
+_Drawn = tuple[OpenGroup, Sample]
 _Graded = tuple[OpenGroup, Sample | None]  # a sample of a group, or None for all of them
 
 
@@ -34,7 +35,19 @@ class Grading:
         """Return whether any function grades this prompt's samples. Raises: DataError."""
         return bool(self._choice.of(prompt).numbers)
 
-    def submit(self, samples: Iterable[tuple[OpenGroup, Sample]]) -> None:
+    def ungraded(self, samples: Iterable[_Drawn]) -> list[_Drawn]:
+        """Return samples of episodes as their graders take them, where they have some: the reward
+        that the episode gave is beside it. One with an error keeps its reward.
+        """
+        return [(group, self._without_reward(group.prompt, one)) for group, one in samples]
+
+    def _without_reward(self, prompt: Prompt, sample: Sample) -> Sample:
+        if math.isnan(sample.reward) or ERROR in sample.metadata or not self.grades(prompt):
+            return sample
+        given = {GIVEN: {**sample.parts, WHOLE: sample.reward}}
+        return sample.replace(reward=math.nan, parts={}, metadata=sample.metadata | given)
+
+    def submit(self, samples: Iterable[_Drawn]) -> None:
         """Begin to grade samples. It does not block."""
         for group, sample in samples:
             group.grading[sample.index] = sample
@@ -58,15 +71,19 @@ class Grading:
         return group
 
     def grade_group(self, group: OpenGroup) -> bool:
-        """Begin the functions that take the whole group; return whether there are any."""
-        if group.has_group_grades or not group.samples:
+        """Begin the functions that take the whole group; return whether there are any.
+
+        They do not see samples whose agent's error is their reward.
+        """
+        if group.has_group_grades:
             return False
         numbers = self._choice.of(group.prompt).numbers & self._pool.group_functions
-        if not numbers:
+        samples = [one for one in group.samples if ERROR not in one.metadata]
+        if not numbers or not samples:
             return False
         group.has_group_grades = True
-        samples = sorted(group.samples, key=lambda sample: sample.index)
-        group.samples = []
+        samples.sort(key=lambda sample: sample.index)
+        group.samples = [one for one in group.samples if ERROR in one.metadata]
         group.grading = {sample.index: sample for sample in samples}
         task = self._pool.submit(GroupTask(group.prompt, samples, group.info, numbers))
         self._tasks[task] = group, None

@@ -81,7 +81,9 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
         experts = ExpertRanks(context.axis_group(("ep",)), context.world.has_one_host(ranks))
     part = part_of(context, records=cfg.cuda_graphs)
     row_shards = max(context.row_shards, part.count)
-    check_shared(cfg, row_shards, site.adapted is not None)
+    if row_shards > 1:
+        at = f"a model that is summed in {row_shards} parts, as split.*.tp or run.row_shards says,"
+        check_shared(cfg.weights, at, site.adapted is not None)
     engine = build(
         cfg,
         site.model,

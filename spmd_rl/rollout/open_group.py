@@ -13,7 +13,7 @@ from spmd_rl.observe.request_times import TIMES
 from spmd_rl.rollout.engine import EVALUATION, TRAINING, SamplingConfig
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import FAILURE, Sample
+from spmd_rl.types.samples import ERROR, FAILURE, Sample
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class OpenGroup:
 
     def fail(self, sample: Sample, error: str, kind: FailureKind | None = None) -> None:
         """Take a sample that nothing learns from; `kind` is that of an EpisodeFailure."""
-        metadata = {**sample.metadata, "error": error} | ({FAILURE: kind} if kind else {})
+        metadata = {**sample.metadata, ERROR: error} | ({FAILURE: kind} if kind else {})
         self.failed.append(sample.replace(status="failed", metadata=metadata))
 
 

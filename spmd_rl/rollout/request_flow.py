@@ -107,7 +107,6 @@ class RequestFlow:
 
     def abort(self, group: OpenGroup) -> Group:
         """End a group now, and return it with its unfinished samples. `on_done` is not called."""
-        drawing: list[Sample] = []
         self._times.forget(group.first)
         if self._episodes is not None:
             turns = self._abort_requests(self._episodes.requests_of(group))
@@ -185,6 +184,7 @@ class RequestFlow:
         of an episode, which goes there.
         """
         if self._episodes is not None:
+            self._times.mark_turn(sample.prompt_uid)
             self._episodes.answer(sample, self._text_of(self._episodes.new_tokens(sample)))
             return None
         group = self._drawing.pop((sample.prompt_uid, sample.index))
@@ -208,25 +208,22 @@ class RequestFlow:
 
     def _finish(self, samples: list[tuple[OpenGroup, Sample]]) -> None:
         """Have drawn samples graded, unless they are already or nobody grades."""
-        ungraded = []
+        ungraded, grading = [], self._grading
         for group, sample in samples:
             if sample.status == "failed":
                 group.failed.append(sample)
             elif sample.status == "aborted":
                 group.paused.append(sample)
-            elif not self._grades(group.prompt) or not math.isnan(sample.reward):
+            elif not (math.isnan(sample.reward) and grading and grading.grades(group.prompt)):
                 group.samples.append(sample)
             else:
                 ungraded.append((group, sample))
-        if ungraded and self._grading is not None:
-            self._grading.submit(ungraded)
+        if ungraded and grading:
+            grading.submit(ungraded)
         for group in {id(group): group for group, _ in samples}.values():
             if not group.drawing:
                 self._times.mark("drawn", group.first)
             self._close_if_whole(group)
-
-    def _grades(self, prompt: Prompt) -> bool:
-        return self._grading is not None and self._grading.grades(prompt)
 
     def _act(self, event: Event) -> None:
         """Act on an event of the pool of hooks."""
@@ -243,13 +240,16 @@ class RequestFlow:
         elif isinstance(event, EpisodeEnded | Failed):
             group, samples, left = episodes.take(event)
             self._abort_requests(left)
-            self._finish([(group, self._with_text(sample)) for sample in samples])
+            if not group.drawing:
+                self._times.mark_over(group.first)
+            drawn = [(group, self._with_text(sample)) for sample in samples]
+            self._finish(drawn if self._grading is None else self._grading.ungraded(drawn))
             self._close_if_whole(group)
 
     def _begin_turn(self, episodes: RunningEpisodes, call: EngineCall) -> None:
-        request = episodes.request_of(call)
-        if request is None:
+        if (request := episodes.request_of(call)) is None:
             return
+        self._times.mark_asked((request.uid, request.index))
         try:
             self._engine.submit(request)
         except (DataError, ConfigError) as error:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: spmd-rl serve MODEL_OR_RUN [--a.b=c ...]
 
-Answer OpenAI chat completions and Responses, Anthropic messages and token ids for a Hugging Face
-folder, a run (its newest checkpoint) or a folder in its checkpoints, until Ctrl-C."""
+Answer OpenAI chat completions, completions and Responses, Anthropic messages and token ids for a
+Hugging Face folder, a run (its newest checkpoint) or a folder in its checkpoints, until Ctrl-C."""
 
 
 def main(words: list[str]) -> int:
@@ -70,7 +71,9 @@ def settings_of(words: list[str]) -> tuple[ServeConfig, ServedModel]:
     key = os.environ.get(KEY_VARIABLE, "")
     found: list[ServedModel] = []
 
-    def defaults(table: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    def defaults(
+        table: dict[str, Any], given: Mapping[str, str], file: Path | None
+    ) -> dict[str, Any]:
         which = {name: given.get(name, "") for name in ("step", "role", "model")}
         found.append(ServedModel.find(Path(words[0]), **which))
         return table | found[0].own_settings() | ({"key": key} if key else {})
@@ -111,9 +114,10 @@ async def _serve(
     from spmd_rl.gateway.plan import SessionParts
     from spmd_rl.gateway.replies import choose_format
     from spmd_rl.serve.served_turns import ServedSessions, ServedTurns
+    from spmd_rl.serve.token_scores import score
 
-    replies = choose_format(cfg.gateway.response_template, texts.chat_template)
-    parts = SessionParts(cfg.gateway, texts, replies, name)
+    replies = choose_format(cfg.gateway.response_template, texts.chat_template, "gateway")
+    parts = SessionParts(cfg.gateway, texts, replies, name, settings="gateway")
     ended = _ended_by_signal()
     thread = EngineThread(engine)
     sampling = cfg.sampling
@@ -121,7 +125,7 @@ async def _serve(
         more = (one for one in texts.eos_ids if one < engine.spec.vocab_size)
         sampling = replace(sampling, stop_ids=(*sampling.stop_ids, *more))
     limits, most = ModelLimits.of(engine.spec), cfg.gateway.max_waiting
-    turns = ServedTurns(thread, sampling, limits, cfg.seed, most)
+    turns = ServedTurns(thread, partial(score, engine), sampling, limits, cfg.seed, most)
     version = engine.version or 0
     await server.start(make_app(ServedSessions(parts, turns, cfg.key, server.root_url, version)))
     keys = "with a key" if cfg.key else "for anyone on this host"

@@ -21,6 +21,7 @@ from spmd_rl.train.checkpoint.export import saved_weights
 from spmd_rl.train.checkpoint.saved_run import (
     checkpoint_of,
     model_of,
+    named_run,
     random_seed,
     settings_of,
     trainer_of,
@@ -44,20 +45,14 @@ class ServedModel:
 
         Raises: ConfigError where it is none of them, or its checkpoint is missing.
         """
-        if (path / "config.json").is_file():
+        named = named_run(path)
+        if named is None:
             if step or role:
                 raise ConfigError(f"{path} is a model folder: step and role are those of a run")
             return ServedModel(path)
-        if path.parent.name == "checkpoints" and path.is_dir():
-            run, checkpoint = path.parent.parent, path
-        elif (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
-            run, checkpoint = path, checkpoint_of(path, step)
-        else:
-            raise ConfigError(
-                f"{path} is neither a model folder, which has a config.json, nor a run, which has "
-                "a config.toml and checkpoints"
-            )
-        return ServedModel(model_of(run, model), trainer_of(checkpoint, role), settings_of(run))
+        run, checkpoint = named
+        trainer = trainer_of(checkpoint or checkpoint_of(run, step), role)
+        return ServedModel(model_of(run, model), trainer, settings_of(run))
 
     def own_settings(self) -> dict[str, Any]:
         """Return the sampling and the native engine of the run, as settings of a server."""

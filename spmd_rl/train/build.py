@@ -51,7 +51,7 @@ def build_fsdp2(
     check_axes(cfg, context.placement, spec, head)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    sharing = Sharing.of(spec, context, fsdp2_settings(cfg).ep_dispatcher)
+    sharing = Sharing.of(context, fsdp2_settings(cfg).ep_dispatcher)
     mesh = shards_mesh(context)
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)
     weights = first_weights(cfg, folder, head, backend.local)

@@ -136,7 +136,8 @@ class TrainerConfig:
     lr: float = 1e-6  # learning rate after warm-up
     # how the learning rate falls to zero at total_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0  # optimizer steps in which the rate rises linearly to lr
+    # optimizer steps in which the rate rises linearly to lr; the last of them has lr
+    warmup_steps: int = 0
     # optimizer steps after which linear and cosine are at zero: steps times minibatches of the run
     total_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's

@@ -23,6 +23,9 @@ from spmd_rl.types.token_data import NO_VERSION as NO_VERSION
 SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
 FAILURE = "failure"  # key of a failed sample's `metadata`: what failed (hooks/failures.py)
+ERROR = "error"  # key of `metadata`: why a sample failed, or why its reward is 0 without a grader
+FAULT = "fault"  # key of `metadata`: why a client may not go on from the last reply (gateway/)
+GIVEN = "given"  # key of `metadata`: the reward and its parts that an episode gave, for graders
 # keys of `metadata` that an environment sets: the agent whose sample it is, and a record of each of
 # its turns, with "state", "reward", "first_token" and "num_tokens"
 AGENT, TURN_RECORDS = "agent", "turns"
@@ -50,7 +53,8 @@ class Sample:
     as in the conversation of a sub-agent. It is empty where they are. `prompt_routes` are the
     experts of the tokens before, where the engine recorded them (`token_data.py`).
 
-    `metadata` is plain data: "error" says why a sample failed, and "failure" what, "metrics" is
+    `metadata` is plain data: "error" says why a sample failed, or why its agent's error is a reward
+    of 0, "failure" what failed, "given" is the reward that its episode gave, "metrics" is
     what hooks emitted, "notes" is what they noted, "messages" are the turns of an episode, and
     "times" of a group's first sample are those of its request (`observe/request_times.py`).
 
@@ -164,7 +168,7 @@ def _joined_columns(samples: list[Sample]) -> dict[str, NDArray[Any]]:
 
 def error_of(failed: Sample) -> str:
     """Return why a sample failed."""
-    return str(failed.metadata.get("error", "no reason is given"))
+    return str(failed.metadata.get(ERROR, "no reason is given"))
 
 
 def _check_lengths(samples: list[Sample], *arrays: Sequence[NDArray[Any]]) -> list[int]:

@@ -42,6 +42,7 @@ def hostile_run(folder: Path, kind: str, name: str, num_faults: int, steps: int)
         f"--agent.name={name}",
         "--agent.max_turns=100000",
         "--agent.max_failed=1",
+        "--agent.on_error=fail",  # replies of two tokens are cut
         "--trainer.init=random",
         f"--prompts_per_step={PROMPTS}",
         f"--sampling.num_samples={SAMPLES}",

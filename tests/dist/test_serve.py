@@ -172,13 +172,129 @@ def test_models_and_keys(server: Server) -> None:
         ({"top_p": 0}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": "x"}, "seed"),
-        ({"n": 2}, "n"),
+        ({"n": 129}, "n: expected at most 128"),
+        ({"n": 2, "stream": True}, "several replies"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: expected 0 to 20"),
+        ({"presence_penalty": 1}, "this server draws from the model as it is"),
         ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"stop_token_ids": [3, 104]}, "the ids of this model end at 103"),
         ({"messages": [{"role": "user", "content": "9" * 200}]}, "too long"),
     ],
 )
 def test_what_cannot_be_is_refused(server: Server, body: dict[str, Any], told: str) -> None:
     status, answer = server.ask(CHAT, HELLO | {"max_tokens": 2} | body)
+    assert status == 400
+    assert told in json.loads(answer)["error"]["message"]
+
+
+COMPLETIONS = "/v1/completions"
+
+
+def completed(server: Server, prompt: Any, **more: Any) -> Any:
+    status, body = server.ask(COMPLETIONS, {"prompt": prompt, "temperature": 0, **more})
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_several_replies_are_those_of_their_own_seeds(server: Server, folder: Path) -> None:
+    asked = HELLO | {"n": 3, "seed": 4, "max_tokens": 9, "return_token_ids": True}
+    answer = json.loads(server.ask(CHAT, asked)[1])
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
+    ids = [one["token_ids"] for one in answer["choices"]]
+    assert len({tuple(one) for one in ids}) == 3
+    again = json.loads(server.ask(CHAT, asked)[1])
+    assert [one["token_ids"] for one in again["choices"]] == ids
+    (first,) = of_engine(folder, answer["prompt_token_ids"], [4], max_tokens=9).values()
+    assert ids[0] == first.tokens.tolist()
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(answer["prompt_token_ids"])
+    assert usage["completion_tokens"] == sum(map(len, ids))
+
+
+def test_the_prefix_cache_is_told(server: Server) -> None:
+    prompt = [5 + place % 50 for place in range(100)]
+    told = [completed(server, prompt, max_tokens=1)["usage"] for _ in range(2)]
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in told]
+    assert cached[0] == 0 and 0 < cached[1] < 100
+    body = {"messages": [{"role": "user", "content": "7" * 90}], "max_tokens": 1}
+    for _ in range(2):
+        usage = json.loads(server.ask("/v1/messages", body)[1])["usage"]
+    assert usage["cache_read_input_tokens"] > 0
+    page = server.ask("/metrics")[1].decode()
+    (line,) = [one for one in page.splitlines() if one.startswith("spmd_rl_cached_prompt")]
+    assert int(line.split()[1]) >= cached[1] + usage["cache_read_input_tokens"]
+
+
+def test_log_probs_of_a_text_are_those_that_the_engine_draws(server: Server) -> None:
+    """What lm-eval asks of `local-completions`, and how it reads the answer."""
+    prompt = [9, 10, 11, 12, 13, 14]
+    drawn = completed(server, prompt, max_tokens=6, logprobs=1, return_token_ids=True)
+    (choice,) = drawn["choices"]
+    whole = [*prompt, *choice["token_ids"]]
+    for max_tokens in (0, 1):
+        asked = {"max_tokens": max_tokens, "logprobs": 1, "echo": True}
+        (scored,) = completed(server, whole, **asked)["choices"]
+        table = scored["logprobs"]
+        assert len(table["tokens"]) == len(whole) + max_tokens
+        assert table["token_logprobs"][0] is table["top_logprobs"][0] is None
+        told = np.float32(table["token_logprobs"][len(prompt) : len(whole)])
+        assert told.tobytes() == np.float32(choice["logprobs"]["token_logprobs"]).tobytes()
+        for name, value, top in zip(
+            *(
+                table[key][len(prompt) : len(whole)]
+                for key in ("tokens", "token_logprobs", "top_logprobs")
+            ),
+            strict=True,
+        ):
+            assert max(top.values()) == value == top[name], "greedy tokens are the likeliest"
+    asked = {"max_tokens": 1, "logprobs": 0, "echo": True, "return_tokens_as_token_ids": True}
+    (named,) = completed(server, [*prompt, 15], **asked)["choices"]
+    assert named["logprobs"]["tokens"][:7] == [f"token_id:{one}" for one in [*prompt, 15]]
+
+
+def test_the_likeliest_tokens_stand_beside_the_drawn_one(server: Server) -> None:
+    asked = {"logprobs": True, "top_logprobs": 3, "max_tokens": 8, "temperature": 0.7, "seed": 1}
+    (choice,) = json.loads(server.ask(CHAT, HELLO | asked)[1])["choices"]
+    for row in choice["logprobs"]["content"]:
+        tops = row["top_logprobs"]
+        values = [one["logprob"] for one in tops]
+        assert len(tops) == 3 and values == sorted(values, reverse=True)
+        same = [one["logprob"] for one in tops if one["bytes"] == row["bytes"]]
+        assert same == [row["logprob"]] * len(same)
+        assert row["logprob"] <= values[0]
+
+
+def test_prompts_of_a_completion(server: Server) -> None:
+    """Texts and token ids, one or several; each reply is that of its prompt alone."""
+    texts = ["1 to 7", "2 to 9"]
+    alone = [completed(server, text, max_tokens=5)["choices"][0]["text"] for text in texts]
+    told = completed(server, texts, max_tokens=5)
+    assert [one["text"] for one in told["choices"]] == alone
+    assert [one["index"] for one in told["choices"]] == [0, 1]
+    (echoed,) = completed(server, texts[0], max_tokens=5, echo=True)["choices"]
+    assert echoed["text"] == texts[0] + alone[0]
+    body = {"prompt": texts[1], "temperature": 0, "max_tokens": 5, "stream": True}
+    streamed = server.ask(COMPLETIONS, body)[1].decode()
+    lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == alone[1]
+    assert completed(server, texts, n=2, max_tokens=2)["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt: expected token ids"),
+        ({"prompt": [104]}, "vocabulary"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs: expected 0 to 20"),
+        ({"prompt": [7] * 128}, "too long"),
+    ],
+)
+def test_completions_that_cannot_be(server: Server, body: dict[str, Any], told: str) -> None:
+    status, answer = server.ask(COMPLETIONS, body)
     assert status == 400
     assert told in json.loads(answer)["error"]["message"]
 

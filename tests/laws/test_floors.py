@@ -1,5 +1,5 @@
-"""Rooms import downwards only, in no circle, and each heavy package has one room that imports it,
-late.
+"""Rooms import downwards only, rooms and files in no circle, and each heavy package has one room
+that imports it, late.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ FLOORS = (
     {"evaluation", "environments"},
     {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "serve", "__main__", ""},
 )
+IMPORT_DEPTH = 30  # files; lower it when you can
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 
 HEAVY = {
@@ -84,19 +85,60 @@ def circle(modules: Iterable[Module]) -> list[str]:
     return sorted(below)
 
 
-def mutual(modules: Iterable[Module]) -> list[str]:
-    """Pairs of files that import each other, late imports and those for types included."""
+def imported_files(modules: Iterable[Module], *, lazy: bool) -> dict[str, set[str]]:
+    """Return which files of `modules` each of them imports; late imports and those for types where
+    `lazy`.
+    """
     by_name = {module.name: module for module in modules}
-    below = {name: set(_imported_files(module, set(by_name))) for name, module in by_name.items()}
-    return [f"{a} and {b}" for a in below for b in below[a] if a < b and a in below.get(b, ())]
+    found: dict[str, set[str]] = {name: set() for name in by_name}
+    for name, module in by_name.items():
+        for item in imports(module):
+            targets = item.target, item.target.rpartition(".")[0]
+            target = next((one for one in targets if one in by_name), name)
+            if target != name and (lazy or not (item.lazy or item.typing_only)):
+                found[name].add(target)
+    return found
 
 
-def _imported_files(module: Module, names: set[str]) -> Iterator[str]:
-    for item in imports(module):
-        for target in (item.target, item.target.rpartition(".")[0]):
-            if target in names and target != module.name:
-                yield target
-                break
+def circles_of_files(modules: Iterable[Module]) -> list[list[str]]:
+    """Sets of files that each import the others, directly or not. Source: Tarjan (1972)."""
+    below = imported_files(modules, lazy=True)
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        path.append(name)
+        for other in sorted(below[name]):
+            if other not in numbers:
+                visit(other)
+            if other in path:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == numbers[name]:
+            members = path[path.index(name) :]
+            del path[path.index(name) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for name in below:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def longest_chain(modules: Iterable[Module]) -> list[str]:
+    """Return the longest chain of files of which each imports the next when it is imported."""
+    below = imported_files(modules, lazy=False)
+    chains: dict[str, list[str]] = {}
+
+    def chain(name: str) -> list[str]:
+        if name not in chains:
+            chains[name] = [name, *max(map(chain, sorted(below[name])), key=len, default=[])]
+        return chains[name]
+
+    return max(map(chain, below), key=len)
 
 
 def misplaced_heavy(modules: Iterable[Module]) -> list[str]:
@@ -126,8 +168,13 @@ def test_rooms_form_no_circle() -> None:
     assert circle(package_modules()) == []
 
 
-def test_no_file_imports_one_that_imports_it_back() -> None:
-    assert mutual(package_modules()) == []
+def test_files_form_no_circle() -> None:
+    assert circles_of_files(package_modules()) == []
+
+
+def test_chains_of_imports_are_short() -> None:
+    chain = longest_chain(package_modules())
+    assert len(chain) <= IMPORT_DEPTH, chain
 
 
 def test_heavy_packages_have_one_room_and_come_late() -> None:
@@ -153,11 +200,21 @@ def test_a_circle_is_seen() -> None:
     assert circle([one, other]) == ["algo", "mesh"]
 
 
-def test_files_that_import_each_other_are_seen() -> None:
-    one = parse("spmd_rl.mesh.world", "def f():\n    from spmd_rl.mesh.split import Split")
-    other = parse("spmd_rl.mesh.split", "from spmd_rl.mesh import world")
-    assert mutual([one, other]) == ["spmd_rl.mesh.split and spmd_rl.mesh.world"]
-    assert mutual([one]) == mutual([other]) == []
+PLANTED_CIRCLE = (
+    parse("spmd_rl.mesh.world", "def f():\n    from spmd_rl.mesh.split import Split"),
+    parse("spmd_rl.mesh.split", "if TYPE_CHECKING:\n    from spmd_rl.mesh import axes"),
+    parse("spmd_rl.mesh.axes", "from spmd_rl.mesh import world"),
+)
+
+
+def test_a_circle_of_three_files_is_seen() -> None:
+    names = ["spmd_rl.mesh.axes", "spmd_rl.mesh.split", "spmd_rl.mesh.world"]
+    assert circles_of_files(PLANTED_CIRCLE) == [names]
+    assert circles_of_files(PLANTED_CIRCLE[:2]) == circles_of_files(PLANTED_CIRCLE[1:]) == []
+
+
+def test_a_chain_counts_imports_at_module_level_alone() -> None:
+    assert longest_chain(PLANTED_CIRCLE) == ["spmd_rl.mesh.axes", "spmd_rl.mesh.world"]
 
 
 @pytest.mark.parametrize(

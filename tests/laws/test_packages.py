@@ -23,6 +23,7 @@ IMPORTED_AS = {
     "quack-kernels": "quack",
     "nvidia-cutlass-dsl": "cutlass",
     "megatron-core": "megatron",
+    "tokenspeed-deepep": "deep_ep",
     "httptools": "uvicorn",  # uvicorn's parser, which it imports itself
 }  # where a distribution's name is not that of its module
 TOOLS = ("dev", "docs", "examples")  # extras of what stands beside the package, which uses these

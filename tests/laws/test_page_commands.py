@@ -177,7 +177,10 @@ def make_reward(name: str, folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Go to an empty folder, in which no ranks start, no host is looked at, nothing is replayed."""
+    """Go to an empty folder, in which no ranks start, no host or package is looked at, nothing is
+    replayed.
+    """
+    monkeypatch.setattr(command, "check_packages", lambda trainer: None)
     monkeypatch.setattr(command, "launch", lambda *_: 0)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(check_command, "check_host", lambda *_: [])

@@ -20,7 +20,7 @@ from spmd_rl.cli.data.view import RECIPES, View, view_of
 from spmd_rl.config.load import load
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.logs.convert import convert, write_rejects
-from spmd_rl.data.logs.formats import FORMATS, OURS, log_format
+from spmd_rl.data.logs.formats import FORMATS, OURS, READ, hint
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.sft import split_note
 from spmd_rl.errors import ConfigError
@@ -60,11 +60,12 @@ def _parsers() -> list[argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(prog="spmd-rl data", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
     made = actions.add_parser("convert", help="conversations to another format", allow_abbrev=False)
-    made.add_argument("source", metavar="IN", help="a .jsonl or .json file")
+    made.add_argument("source", metavar="IN", help="a data file")
     made.add_argument("target", metavar="OUT", help="the .jsonl file to write")
-    names = [*FORMATS]
-    made.add_argument("--from", dest="read", choices=names, help="default: as the records look")
-    made.add_argument("--to", dest="write", choices=names, default=OURS, help=f"default: {OURS}")
+    made.add_argument("--from", dest="read", choices=READ, help="default: as the records look")
+    made.add_argument(
+        "--to", dest="write", choices=[*FORMATS], default=OURS, help=f"default: {OURS}"
+    )
     made.add_argument("--force", action="store_true", help="replace OUT if it exists")
     made.add_argument("--strict", action="store_true", help="exit with 1 if a record was refused")
     made.add_argument("--rejects", metavar="FILE", help="write refused lines, with reasons")
@@ -136,8 +137,8 @@ def _check(options: argparse.Namespace, settings: list[str]) -> int:
         )
     else:
         print("\n".join(_lines(options, view, found)))
-        if found.problems and first and (name := log_format(first.row)):
-            print(f"`spmd-rl data convert {options.path} OUT` makes messages of {name} logs")
+        if found.problems and first and (sentence := hint(options.path, first.row)):
+            print(sentence)
     return 1 if found.problems else 0
 
 

@@ -146,6 +146,7 @@ class _Tally:
     def __init__(self, cfg: PromptConfig, tokenizer: Any) -> None:
         self._cfg = cfg
         self._encoder = PromptEncoder(cfg, tokenizer) if tokenizer else None
+        self._context = tokenizer.context if tokenizer else 0
         self._counts: Counter[str] = Counter()
         self._fields: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lengths: defaultdict[str, list[int]] = defaultdict(list)
@@ -180,7 +181,7 @@ class _Tally:
         num_tokens = _num_tokens(record, self._encoder)
         if num_tokens is not None:
             self._lengths["tokens"].append(num_tokens)
-            self._counts["too_long"] += is_too_long(self._cfg, num_tokens)
+            self._counts["too_long"] += is_too_long(self._cfg, num_tokens, self._context)
 
     def figures(self) -> dict[str, Any]:
         return {

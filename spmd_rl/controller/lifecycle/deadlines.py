@@ -17,22 +17,32 @@ DEATH_NEWS_S = 2.0
 class TerminationNotice:
     """Notes that a signal ends the run from outside; `error` is then what the run ends with.
 
-    After a SIGTERM the run goes on for `grace_s`, so that it can save a checkpoint. `lost_work` is
-    the clause that says what is lost if it does not finish in that time.
+    After the first signal the run goes on for `grace_s`, so that it can save a checkpoint.
+    `lost_work` is the clause that says what is lost if it does not finish in that time. A second
+    signal ends it at once.
     """
 
     def __init__(self) -> None:
         self.error: SpmdError | None = None
+        self.name = ""  # of the first signal
         self.grace_s = 0.0
         self.lost_work = ""
         self._since = 0.0
 
-    def note_signal(self, name: str, recipients: str, now: float) -> None:
-        """Note the signal `name`, and the sentence that says who got it; only the first counts."""
-        if self.error is None:
-            self._since = now if name == "SIGTERM" else -math.inf
-            sentence = f"the run was ended from outside: {recipients}"
-            self.error = _termination(sentence, 128 + Signals[name])
+    def note_signal(self, name: str, recipients: str, now: float) -> bool:
+        """Note the signal `name`, and the sentence that says who got it; False if it is not the
+        first.
+        """
+        if self.error is not None:
+            return False
+        self.name, self._since = name, now
+        sentence = f"the run was ended from outside: {recipients}"
+        self.error = _termination(sentence, 128 + Signals[name])
+        return True
+
+    def end_grace(self) -> None:
+        """End the run at once: it got a second signal."""
+        self._since = -math.inf
 
     def error_with(self, clause: str) -> SpmdError:
         """Return the error with a clause added to its sentence."""

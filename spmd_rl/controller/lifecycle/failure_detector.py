@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from signal import Signals
+from signal import SIGINT, Signals
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.messages import Dying, Hello
@@ -62,7 +62,9 @@ class FailureDetector:
         if lost := self._roster.lost(now):
             self._shutdown.fail(self._lost_error(lost, now), lost)
         elif termination := self._roster.terminated_by(now):
-            self.termination.note_signal(*termination, now)
+            self._note_signal(*termination, now)
+            if self._roster.got_second_signal:
+                self.termination.end_grace()
         self._check_recipe(now)
         if error := self.termination.overdue(now):
             self._shutdown.fail(error)
@@ -89,9 +91,25 @@ class FailureDetector:
         self._roster.note_gone(rank)
 
     def on_signal(self, number: Signals) -> None:
-        """Act on a signal that the controller itself got."""
+        """Act on a signal that the controller itself got.
+
+        A batch system may send SIGTERM again, which changes nothing.
+        """
         recipients = f"the controller got {number.name}"
-        self.termination.note_signal(number.name, recipients, time.monotonic())
+        is_first = self._note_signal(number.name, recipients, time.monotonic())
+        if not is_first and SIGINT.name in (number.name, self.termination.name):
+            self.termination.end_grace()
+
+    def _note_signal(self, name: str, recipients: str, now: float) -> bool:
+        """Note a signal, and tell who typed Ctrl-C that the run saves; False if it is a second."""
+        is_first = self.termination.note_signal(name, recipients, now)
+        if is_first and name == SIGINT.name and (grace_s := self.termination.grace_s):
+            print(
+                f"{recipients}: the run saves after this step and ends, within run.grace_s = "
+                f"{grace_s:g} s; a second Ctrl-C ends it at once",
+                flush=True,
+            )
+        return is_first
 
     def _lose(self, rank: int, now: float) -> None:
         """Act on a rank that is gone: it ends the run, unless all stop."""

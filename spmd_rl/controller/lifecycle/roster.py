@@ -20,7 +20,7 @@ MAX_NAMED = 4  # ranks in a sentence
 class WorkerState:
     """One worker, as the controller knows it.
 
-    `signal` names the signal that its launcher sent it. `gone` means that it answers no more.
+    `signal` names the first signal that its launcher sent it. `gone` means that it answers no more.
     """
 
     hello: Hello
@@ -43,6 +43,9 @@ class Roster:
         self.lost_after_s = lost_after_s
         self.workers: dict[int, WorkerState] = {}
         self.lock = threading.RLock()
+        # A terminal and the launcher both send the first. A launcher that gets a second one sends
+        # one of another name.
+        self.got_second_signal = False
         self._first_signal_at: float | None = None
 
     def add(self, hello: Hello, now: float) -> bool:
@@ -60,7 +63,9 @@ class Roster:
 
     def note_signal(self, rank: int, name: str, now: float) -> None:
         """Note that its launcher sent a worker the signal `name`."""
-        self.workers[rank].signal = name
+        worker = self.workers[rank]
+        self.got_second_signal |= worker.signal not in ("", name)
+        worker.signal = worker.signal or name
         if self._first_signal_at is None:
             self._first_signal_at = now
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError, printable
 from spmd_rl.observe.atomic_write import write_atomically
 
@@ -111,7 +112,7 @@ def _pointer_of(run: Path) -> ControllerPointer:
     try:
         pointer = msgspec.json.decode(_read_pointer(run / POINTER_FILE), type=ControllerPointer)
     except OSError as error:
-        raise ConfigError(f"no run is going on in {run}") from error
+        raise ConfigError(f"no run is going on in {run}{did_you_mean_path(run)}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{run / POINTER_FILE} does not say where a controller is: {error}"

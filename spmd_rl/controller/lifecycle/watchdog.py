@@ -34,10 +34,10 @@ class Watchdog:
         self._shorten(now + DISCONNECTED_S, "lost the controller: its connection closed")
 
     def signalled(self, number: signal.Signals, now: float) -> bool:
-        """Note a signal of the launcher; False when it is not the first."""
-        if self.signal is not None:
+        """Note a signal of the launcher; False when it repeats the first."""
+        if self.signal == number:
             return False
-        self.signal = number
+        self.signal = self.signal or number
         self._shorten(now + SIGNALLED_S, f"was ended by {number.name}")
         return True
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState, move_to_later
 from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
@@ -53,5 +54,6 @@ def _find(wanted: str, complete: Mapping[Path, CheckpointState], folder: Path) -
     if wanted not in by_name:
         raise ConfigError(
             f"no checkpoint '{wanted}' in {folder}: there are {', '.join(by_name) or 'none'}"
+            f"{did_you_mean_path(folder.parent)}"
         )
     return by_name[wanted]

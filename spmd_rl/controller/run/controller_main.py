@@ -31,6 +31,7 @@ from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError, printable
 from spmd_rl.mesh.private_folder import MEMORY_FOLDER, PrivateFolder
 from spmd_rl.mesh.world import World
+from spmd_rl.observe.start_phase import start_phase
 
 MakeObserver = Callable[[RunConfig, object, int], RunObserver]
 PlanSettings = Callable[[object, int], Mapping[str, Mapping[str, Any]]]
@@ -115,7 +116,8 @@ def _run(
     private: Path,
 ) -> None:
     with contextlib.closing(StackServer(private, controller.run_folder, dispatcher.stacks)):
-        dispatcher.wait_for_all()
+        with start_phase("waiting until every rank reports"):
+            dispatcher.wait_for_all()
         with dispatcher.recipe_deadline.running(time.monotonic()):
             recipe.main(controller, cfg)
             controller.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from spmd_rl.config import foreign
+from spmd_rl.config.likely import did_you_mean_path, likely_name
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.lifecycle.import_guard import importing
@@ -49,6 +49,13 @@ class Invocation:
         if self.recipe.endswith(".py"):
             return Path(self.recipe).stem
         return self.recipe.rpartition(".")[2]
+
+    @property
+    def file(self) -> Path | None:
+        """The file of settings, also where `config` is the folder of a run."""
+        if self.config is not None and self.config.is_dir():
+            return self.config / "config.toml"
+        return self.config
 
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
@@ -85,10 +92,8 @@ class Recipe:
 
         Raises: ConfigError.
         """
-        file = invocation.config
-        if file is not None and file.is_dir():  # the folder of a run
-            file = file / "config.toml"
-        cfg = load(self.config, file, invocation.overrides, getattr(self.config, "from_file", None))
+        from_file = getattr(self.config, "from_file", None)
+        cfg = load(self.config, invocation.file, invocation.overrides, from_file)
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
             return cfg
@@ -123,7 +128,7 @@ def make_importable(recipe: str) -> str:
     if recipe.endswith(".py"):
         path = Path(recipe).resolve()
         if not path.is_file():
-            raise ConfigError(f"there is no recipe at {recipe}")
+            raise ConfigError(f"there is no recipe at {recipe}{did_you_mean_path(recipe)}")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
         return path.stem
@@ -137,8 +142,8 @@ def make_importable(recipe: str) -> str:
 def _shipped_hint(recipe: str) -> str:
     """Return a clause that names the shipped recipe most like `recipe`, else all of them."""
     shipped = shipped_recipes()
-    if near := difflib.get_close_matches(recipe, shipped, 1):
-        return f"did you mean {near[0]}?"
+    if likely := likely_name(recipe, shipped):
+        return f"did you mean {likely}?"
     return f"shipped ones are {', '.join(shipped) or 'none'}"
 
 

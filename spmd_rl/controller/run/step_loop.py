@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Saver
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.exit_message import LAUNCHER_ENV
 from spmd_rl.controller.run.checkpoints import (
     CheckpointPart,
     Checkpoints,
@@ -195,11 +197,11 @@ class StepLoop:
             self._announce_end(step.why_run_ends)
             self._checkpoints.wait_until_complete()
             state = CheckpointState(step.index, self._run.seed)
-            is_due = self._checkpoints.newest() != step.index
+            is_due = self._run.save_last and self._checkpoints.newest() != step.index
         else:
             self._record(step)
             state = CheckpointState(step.index + 1, self._run.seed, step.reward)
-            is_due = last or self._is_save_due(state.next_step)
+            is_due = (last and self._run.save_last) or self._is_save_due(state.next_step)
         self._step = None
         if self._observer is not None and (is_due or termination.error is not None):
             self._observer.catch_up()
@@ -238,8 +240,9 @@ class StepLoop:
         error = termination.error_with(
             f"; saved after step {state.next_step}, the same command goes on"
         )
-        # torchrun does not print a worker's error where torchrun itself got the signal
-        print(error, flush=True)
+        if LAUNCHER_ENV not in os.environ:
+            # torchrun does not print a worker's error where torchrun itself got the signal
+            print(error, flush=True)
         raise error
 
     def _differences(self, state: CheckpointState) -> list[str]:

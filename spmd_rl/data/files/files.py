@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.data.files.arrow_records import is_dataset, open_dataset, open_parquet
 from spmd_rl.data.files.csv_records import read_csv
 from spmd_rl.data.files.json_records import read_json
@@ -98,8 +99,8 @@ def _not_a_dataset(folder: Path, openers: Iterable[str]) -> str:
 def _missing(path: str) -> str:
     """Return what is wrong with a path where nothing is, which may be a name of the Hub."""
     found = _HUB_URL.match(path) or _HUB_NAME.fullmatch(path)
-    if not found:
-        return "no such file"
+    if not found or did_you_mean_path(path):
+        return f"no such file{did_you_mean_path(path)}"
     name = found["name"]
     return (
         "no such file; data is read from disk: for a data set of the Hub, run `hf download "
@@ -150,6 +151,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OPENERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": JsonLines,
     ".json": lambda file: _listed(file, read_json),
+    ".traj": lambda file: _listed(file, read_json),
     ".csv": lambda file: _listed(file, read_csv),
     ".parquet": open_parquet,
 }

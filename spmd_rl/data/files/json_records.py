@@ -1,4 +1,4 @@
-"""Records of a .json file: a list of objects, or one object that has one list of objects."""
+"""Records of a .json file: a list of objects, an object that has one such list, or one record."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _SPACE = re.compile(r"[ \t\n\r,:]*")  # in JSON that has been parsed, between tw
 def read_json(file: Path, content: bytes) -> list[DataRecord | DataError]:
     """Return the objects of the list, each with the line on which it begins.
 
-    An error stands in place of anything in the list that is no object.
+    An object that has messages, or no list at all, is the only record itself. An error stands in
+    place of anything in the list that is no object.
     Raises: DataError for other JSON.
     """
     value = parse_json(str(file), content)
+    if isinstance(value, dict) and _is_record(value):
+        return [DataRecord(f"{file}:1, record 1", value)]
     key = _list_key(file, value)
     items = value if key is None else value[key]
     text = content.decode("utf-8-sig")
@@ -36,6 +39,14 @@ def read_json(file: Path, content: bytes) -> list[DataRecord | DataError]:
         else:
             records.append(DataError(where, f"expected a JSON object, got {short(item)}"))
     return records
+
+
+def _is_record(value: dict[str, Any]) -> bool:
+    lists = [item for item in value.values() if isinstance(item, list)]
+    first = (item[0] for item in lists if item)
+    return not lists or any(
+        isinstance(one, dict) and one.keys() & {"role", "from"} for one in first
+    )
 
 
 def _list_key(file: Path, value: Any) -> str | None:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmd_rl.config.likely import did_you_mean
 from spmd_rl.errors import DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell these, but UTF-8 cannot
+NAMES_OF_KEYS = "; settings such as prompts.answer_key say which keys are read"
 _CHUNK = 4096  # records that are read at once
 
 
@@ -49,7 +51,10 @@ class DataRecord:
         """Return the value under `key`. Raises: DataError that lists the keys there are."""
         if not self.has(key):
             have = ", ".join(map(repr, self.key_names())) or "none"
-            raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
+            likely = did_you_mean(key, self.key_names()) or NAMES_OF_KEYS
+            raise DataError(
+                f"{self.where}: {key}", f"no such key in this record (it has {have}){likely}"
+            )
         return self.get(key)
 
     def key_names(self) -> Iterator[str]:

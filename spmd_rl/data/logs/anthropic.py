@@ -7,24 +7,28 @@ from typing import Any
 from spmd_rl.data.logs.form import (
     Json,
     call,
+    exchange,
     get,
     message,
     others,
     record,
     refuse_part,
+    said,
     text_of,
     tool,
 )
+from spmd_rl.data.render.messages import object_of
 
-USED = ("messages", "system", "tools", "request", "response")
+USED = ("messages", "system", "tools", "request", "body", "response", "content")
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    request = get(row, "request", dict, "") if "request" in row else row
+    request, response = exchange(row, "content")
     items = [*get(request, "messages", list, "")]
-    if isinstance(row.get("response"), dict) and "request" in row:
-        content = get(row["response"], "content", list, "response")
+    if response is not None:
+        is_text = isinstance(response, str)
+        content = response if is_text else get(response, "content", list, "response")
         items.append({"role": "assistant", "content": content})
     messages: list[Json] = []
     if request.get("system") is not None:
@@ -35,8 +39,10 @@ def read(row: Json) -> Json:
         content = item.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         blocks = get({"content": blocks}, "content", list, where)
-        reader = _read_assistant if role == "assistant" else _read_user
-        messages += reader(role, blocks, f"{where}.content")
+        if role == "assistant":
+            messages.append(_read_assistant(item, blocks, where))
+        else:
+            messages += _read_user(role, blocks, f"{where}.content")
     tools = [_read_tool(item, f"tools[{i}]") for i, item in enumerate(request.get("tools") or [])]
     return record(row | request, USED, messages, tools)
 
@@ -54,22 +60,20 @@ def _read_user(role: str, blocks: list[Any], where: str) -> list[Json]:
     return results + ([message(role, "".join(texts))] if texts or not results else [])
 
 
-def _read_assistant(role: str, blocks: list[Any], where: str) -> list[Json]:
-    texts, thoughts, calls = [], [], []
+def _read_assistant(item: Json, blocks: list[Any], where: str) -> Json:
+    texts, calls = [], []
     for index, block in enumerate(blocks):
-        place = f"{where}[{index}]"
+        place = f"{where}.content[{index}]"
         kind = get(block, "type", str, place)
         if kind == "text":
             texts.append(get(block, "text", str, place))
-        elif kind == "thinking":
-            thoughts.append(get(block, "thinking", str, place))
         elif kind == "tool_use":
-            name, arguments = get(block, "name", str, place), get(block, "input", dict, place)
+            name = get(block, "name", str, place)
+            arguments = object_of(f"{place}.input", block.get("input"))
             calls.append(call(get(block, "id", str, place), name, arguments))
-        elif kind != "redacted_thinking":
+        elif kind not in ("thinking", "redacted_thinking"):
             refuse_part(kind, place)
-    thought = "".join(thoughts)
-    return [message(role, "".join(texts), reasoning_content=thought, tool_calls=calls)]
+    return message("assistant", "".join(texts), tool_calls=calls, **said(item, where))
 
 
 def _read_tool(item: Any, where: str) -> Json:

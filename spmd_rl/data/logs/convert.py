@@ -8,12 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd_rl.data.files.files import read_records
+from spmd_rl.config.likely import did_you_mean_path
+from spmd_rl.data.files.files import open_records
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.logs.form import Json
-from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
+from spmd_rl.data.logs.formats import FORMATS, READ, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.atomic_write import atomic_file
-from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json, parse_json
+from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 
 _DEDUCED_FROM = 100  # records
 
@@ -40,18 +42,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Json | DataError]]:
     Raises: DataError, ConfigError for a file that cannot be read at all.
     """
     if not path.exists():
-        raise DataError(str(path), "no such file")
+        raise DataError(str(path), f"no such file{did_you_mean_path(path)}")
     if path.suffix == ".jsonl":
         for number, line in numbered_lines(path):
             yield number, _row(f"{path}:{number}", line)
-    elif path.suffix == ".json":
-        rows = parse_json(str(path), path.read_bytes())
-        if not isinstance(rows, list):
-            raise DataError(str(path), "expected a list of records")
-        for number, row in enumerate(rows, start=1):
-            yield number, _object(f"{path}:{number}", row)
     else:
-        yield from enumerate((record.row for record in read_records(str(path))), start=1)
+        for number, record in enumerate(open_records(str(path)).each(), start=1):
+            yield number, record.row if isinstance(record, DataRecord) else record
 
 
 def _row(where: str, line: bytes) -> Json | DataError:
@@ -82,9 +79,9 @@ def convert(
     if target.exists() and (not force or target.resolve() == source.resolve()):
         raise ConfigError(f"{target} exists: name another file, or replace it with --force")
     read = read or _deduce(source)
-    for name in (read, write):
-        if name not in FORMATS:
-            raise ConfigError(f"no format {name!r}: there are {', '.join(FORMATS)}")
+    for name, known in ((read, READ), (write, tuple(FORMATS))):
+        if name not in known:
+            raise ConfigError(f"no format {name!r}: there are {', '.join(known)}")
     result = Converted(read, 0, [])
     try:
         with atomic_file(target) as file:

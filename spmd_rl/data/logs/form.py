@@ -2,20 +2,25 @@
 
 A record has `messages` and, where there are tools, `tools`, both in the chat form of OpenAI. The
 `arguments` of a tool call are an object, as chat templates want them. Thoughts before an answer are
-`reasoning_content`. All other keys of a record are the user's own.
+`reasoning_content`, and `weight` says whether a message is learned. All other keys of a record are
+the user's own.
 """
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from spmd_rl.data.message_fields import plain_fields, says_something, weight_of
 from spmd_rl.errors import DataError
 
 Json = dict[str, Any]
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # what may stand in a header of HTTP
 ROLES = ("system", "user", "assistant", "tool")
 OURS = ("messages", "tools", "extra")  # keys of a record that have a meaning
-_MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+_SAID = ("weight", "reasoning_content")
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *_SAID}
 
 
 def get(row: Any, key: str, kind: type, where: str) -> Any:
@@ -29,6 +34,21 @@ def get(row: Any, key: str, kind: type, where: str) -> Any:
             f"{where}.{key}", f"expected {kind.__name__}, got {type(row[key]).__name__}"
         )
     return row[key]
+
+
+def exchange(row: Json, reply: str) -> tuple[Json, Any]:
+    """Return the request of a row and the response to it, or None: a text, or an object.
+
+    The request is the row itself, or its "request" or "body". The response stands beside it, and
+    `reply` is the key that has what was answered, which may be in the row itself.
+    """
+    name = next((one for one in ("request", "body") if one in row), "")
+    response = row.get("response", row if reply in row else None)
+    if isinstance(response, dict) and isinstance(response.get("body"), dict):
+        response = response["body"]
+    if not isinstance(response, (str, dict, type(None))):
+        raise DataError("response", f"expected an object or a text, got {type(response).__name__}")
+    return get(row, name, dict, "") if name else row, response
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
@@ -50,20 +70,9 @@ def refuse_part(kind: str, where: str) -> NoReturn:
     raise DataError(where, f"a part of type {kind!r}: only text and tool calls are converted")
 
 
-def arguments_of(value: Any, where: str) -> Json:
-    """Return a call's arguments, given as an object or as its JSON text. Raises: DataError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}.arguments", f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{where}.arguments", f"expected an object, got {type(value).__name__}")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+def said(item: Json, where: str) -> Json:
+    """Return weight and thought of a message, where it has them. Raises: DataError."""
+    return {key: value for key, value in plain_fields(where, item).items() if key in _SAID}
 
 
 def call(call_id: str, name: str, arguments: Json) -> Json:
@@ -77,7 +86,26 @@ def call(call_id: str, name: str, arguments: Json) -> Json:
 
 def message(role: str, content: str, **others: Any) -> Json:
     """Return a message in our form, without those of `others` that are empty."""
-    return {"role": role, "content": content} | {k: v for k, v in others.items() if v}
+    kept = {k: v for k, v in others.items() if says_something(v)}
+    return {"role": role, "content": content} | kept
+
+
+def functions(request: Json) -> Iterator[tuple[str, Any]]:
+    """Yield where each tool stands and the tool, but for those of `other_tools`."""
+    tools = get(request, "tools", list, "") if request.get("tools") else []
+    for index, item in enumerate(tools):
+        if not other_tools([item]):
+            yield f"tools[{index}]", item
+
+
+def other_tools(tools: list[Any]) -> tuple[str, ...]:
+    """Return the names of tools that are no functions of the client, such as tools.web_search.
+
+    The readers of requests leave them out.
+    """
+    kinds = [item.get("type") for item in tools if isinstance(item, dict)]
+    named = (kind for kind in kinds if isinstance(kind, str) and _NAME.fullmatch(kind))
+    return tuple(dict.fromkeys(f"tools.{kind}" for kind in named if kind != "function"))
 
 
 def tool(name: str, description: Any, parameters: Any) -> Json:
@@ -119,6 +147,7 @@ def _check_message(item: Any, where: str) -> None:
     get(item, "content", str, where)
     if unknown := sorted(item.keys() - _MESSAGE_KEYS):
         raise DataError(f"{where}.{unknown[0]}", "no such field of a message")
+    weight_of(where, item)
     for key in {"reasoning_content", "name", "tool_call_id"} & item.keys():
         get(item, key, str, where)
     if item["role"] == "tool":

@@ -9,26 +9,32 @@ from spmd_rl.data.logs.form import (
     Json,
     ToolCalls,
     call,
+    exchange,
     get,
     message,
     others,
     record,
     refuse_part,
+    said,
     tool,
 )
+from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
-USED = ("contents", "systemInstruction", "system_instruction", "tools", "request", "response")
+USED = ("contents", "systemInstruction", "system_instruction", "tools")
+_EXCHANGE = ("request", "body", "response", "candidates")
 _ALIASES = {"function_call": "functionCall", "function_response": "functionResponse"}
 _BESIDE = {"thought", "thoughtSignature", "thought_signature"}
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    request = get(row, "request", dict, "") if "request" in row else row
+    request, response = exchange(row, "candidates")
     items = [*get(request, "contents", list, "")]
-    if isinstance(row.get("response"), dict) and "request" in row:
-        candidates = get(row["response"], "candidates", list, "response")
+    if isinstance(response, str):
+        items.append({"role": "model", "parts": [{"text": response}]})
+    elif response is not None:
+        candidates = get(response, "candidates", list, "response")
         if len(candidates) != 1:
             raise DataError("response.candidates", f"expected one, got {len(candidates)}")
         items.append(get(candidates[0], "content", dict, "response.candidates[0]"))
@@ -47,7 +53,7 @@ def read(row: Json) -> Json:
             messages.append(_read_model(item, calls, where))
         else:
             messages += _read_user("user", item, calls, where)
-    return record(row | request, USED, messages, _read_tools(request))
+    return record(row | request, USED + _EXCHANGE, messages, _read_tools(request))
 
 
 def _part(part: Any, where: str) -> tuple[str, Any]:
@@ -75,12 +81,13 @@ def _read_model(item: Json, calls: ToolCalls, where: str) -> Json:
             (thoughts if part.get("thought") else texts).append(value)
         elif kind == "functionCall":
             name = get(value, "name", str, place)
-            arguments = get({"args": {}} | value, "args", dict, place)
+            arguments = object_of(f"{place}.args", value.get("args"))
             made.append(call(calls.add(name, value.get("id")), name, arguments))
         else:
             raise DataError(place, "a tool's result in a message of the model")
     thought = "".join(thoughts)
-    return message("assistant", "".join(texts), reasoning_content=thought, tool_calls=made)
+    marks = {"reasoning_content": thought} | said(item, where)
+    return message("assistant", "".join(texts), tool_calls=made, **marks)
 
 
 def _read_user(role: str, item: Json, calls: ToolCalls, where: str) -> list[Json]:

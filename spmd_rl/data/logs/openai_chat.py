@@ -3,46 +3,88 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from spmd_rl.data.logs.form import Json, arguments_of, call, get, message, others, record, text_of
+from spmd_rl.data.logs.form import (
+    Json,
+    ToolCalls,
+    call,
+    exchange,
+    functions,
+    get,
+    message,
+    others,
+    record,
+    said,
+    text_of,
+)
+from spmd_rl.data.message_fields import plain_fields
+from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
-USED = ("messages", "tools", "request", "response")
+USED = ("messages", "tools", "request", "body", "response", "choices")
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    request = get(row, "request", dict, "") if "request" in row else row
+    request, response = exchange(row, "choices")
     items = [*get(request, "messages", list, "")]
-    if isinstance(row.get("response"), dict) and "request" in row:
-        choices = get(row["response"], "choices", list, "response")
-        if len(choices) != 1:
-            raise DataError("response.choices", f"expected one choice, got {len(choices)}")
-        items.append(get(choices[0], "message", dict, "response.choices[0]"))
-    messages = [_read_message(item, f"messages[{i}]") for i, item in enumerate(items)]
-    return record(row | request, USED, messages, request.get("tools") or [])
+    if response is not None:
+        reply = _reply(response)
+        # messages beside a response may have it already; a request ends with what it gave before
+        if request is not row or not items or not _is_there(reply, items[-1]):
+            items.append(reply)
+    calls = ToolCalls()
+    messages = [read_message(item, f"messages[{i}]", calls) for i, item in enumerate(items)]
+    return record(row | request, USED, messages, [item for _, item in functions(request)])
 
 
-def _read_message(item: Json, where: str) -> Json:
+def _reply(response: Any) -> Json:
+    """Return the message of a response: a text, a message, or one choice."""
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    if "role" in response:
+        return dict(response)
+    choices = get(response, "choices", list, "response")
+    if len(choices) != 1:
+        raise DataError("response.choices", f"expected one choice, got {len(choices)}")
+    return dict(get(choices[0], "message", dict, "response.choices[0]"))
+
+
+def _is_there(reply: Json, last: Any) -> bool:
+    """Whether messages end with this reply. Raises: DataError if they end with another one."""
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return False
+    if last.get("content") != reply.get("content"):
+        raise DataError("response", "the messages end with another answer: take one of them out")
+    return True
+
+
+def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
+    """Return a message in our form. `ids` has the calls before it. Raises: DataError."""
     role = get(item, "role", str, where)
     for key in ("audio", "function_call", "refusal"):
         if item.get(key):
             raise DataError(f"{where}.{key}", "this is not converted")
-    calls = []
-    for number, made in enumerate(item.get("tool_calls") or []):
-        place = f"{where}.tool_calls[{number}]"
-        function = get(made, "function", dict, place)
-        arguments = arguments_of(function.get("arguments"), place)
-        calls.append(
-            call(get(made, "id", str, place), get(function, "name", str, place), arguments)
-        )
-    fields = {key: item.get(key) for key in ("reasoning_content", "tool_call_id", "name")}
-    return message(
-        "system" if role == "developer" else role,
-        text_of(item.get("content"), f"{where}.content"),
-        tool_calls=calls,
-        **fields,
-    )
+    plain = plain_fields(where, item)
+    thought = {"reasoning_content": item.get("thinking")}  # as Ollama calls it
+    fields = {"name": item.get("name")} | thought | said(plain, where)
+    if role == "tool":
+        given = item.get("tool_call_ids") or [item.get("tool_call_id")]  # as SWE-agent calls it
+        if len(given) != 1:
+            raise DataError(f"{where}.tool_call_ids", f"expected one id, got {len(given)}")
+        fields["tool_call_id"] = ids.answer(where, call_id=given[0])
+    given = enumerate(item.get("tool_calls") or [])
+    fields["tool_calls"] = [_call(made, f"{where}.tool_calls[{n}]", ids) for n, made in given]
+    text = text_of(plain.get("content"), f"{where}.content")
+    return message("system" if role == "developer" else role, text, **fields)
+
+
+def _call(made: Any, where: str, ids: ToolCalls) -> Json:
+    function = get(made, "function", dict, where)
+    arguments = object_of(f"{where}.arguments", function.get("arguments"))
+    name = get(function, "name", str, where)
+    return call(ids.add(name, made.get("id")), name, arguments)
 
 
 def write(row: Json) -> Json:

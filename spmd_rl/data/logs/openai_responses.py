@@ -7,67 +7,85 @@ from typing import Any
 
 from spmd_rl.data.logs.form import (
     Json,
-    arguments_of,
     call,
+    exchange,
+    functions,
     get,
     message,
     others,
     record,
     refuse_part,
+    said,
     text_of,
     tool,
 )
+from spmd_rl.data.render.messages import object_of
+from spmd_rl.errors import DataError
 
-USED = ("input", "instructions", "tools", "request", "response")
+USED = ("input", "instructions", "tools", "request", "body", "response", "output")
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    request = get(row, "request", dict, "") if "request" in row else row
+    request, response = exchange(row, "output")
     given = request.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     items = [*get({"input": items}, "input", list, "")]
-    if isinstance(row.get("response"), dict) and "request" in row:
-        items += get(row["response"], "output", list, "response")
+    if isinstance(response, str):
+        items.append({"role": "assistant", "content": response})
+    elif response is not None:
+        items += get(response, "output", list, "response")
     messages: list[Json] = []
     if request.get("instructions") is not None:
         messages.append(message("system", get(request, "instructions", str, "")))
     for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise DataError(f"input[{index}]", f"expected an object, got {type(item).__name__}")
         _read_item(item, messages, f"input[{index}]")
-    tools = [_read_tool(item, f"tools[{i}]") for i, item in enumerate(request.get("tools") or [])]
+    tools = [_read_tool(item, place) for place, item in functions(request)]
     return record(row | request, USED, messages, tools)
 
 
 def _read_item(item: Json, messages: list[Json], where: str) -> None:
-    kind = item.get("type", "message") if isinstance(item, dict) else get(item, "type", str, where)
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    """Add an item to the messages: a turn's thought, text and calls are one message.
+
+    Items that differ in whether they are learned are not joined.
+    """
+    kind, marks = get({"type": "message"} | item, "type", str, where), said(item, where)
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+    is_thought = "reasoning_content" in last and not (last["content"] or "tool_calls" in last)
     if kind == "message":
         role = get(item, "role", str, where)
         text = text_of(item.get("content"), f"{where}.content", _TEXT)
-        is_thought = last is not None and last.keys() == {"role", "content", "reasoning_content"}
-        if role == "assistant" and last is not None and is_thought and not last["content"]:
-            last["content"] = text
-            return
-        messages.append(message("system" if role == "developer" else role, text))
+        if role == "assistant" and is_thought:
+            last |= {"content": text} | marks
+        else:
+            messages.append(message("system" if role == "developer" else role, text, **marks))
     elif kind == "reasoning":
         texts = item.get("summary") or item.get("content") or []
         thought = text_of(texts, f"{where}.summary", _TEXT)
-        messages.append(message("assistant", "", reasoning_content=thought))
+        if thought and is_thought:
+            last["reasoning_content"] += thought
+        elif thought:
+            messages.append(message("assistant", "", reasoning_content=thought, **marks))
     elif kind == "function_call":
-        if last is None:
+        if not last or not (is_thought or last.get("weight") == marks.get("weight")):
             last = message("assistant", "")
             messages.append(last)
-        name = get(item, "name", str, where)
-        made = call(
-            get(item, "call_id", str, where), name, arguments_of(item.get("arguments"), where)
-        )
-        last.setdefault("tool_calls", []).append(made)
+        last |= marks
+        last.setdefault("tool_calls", []).append(_read_call(item, where))
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output", _TEXT)
         messages.append(message("tool", text, tool_call_id=get(item, "call_id", str, where)))
     else:
-        refuse_part(str(kind), where)
+        refuse_part(kind, where)
+
+
+def _read_call(item: Json, where: str) -> Json:
+    name = get(item, "name", str, where)
+    arguments = object_of(f"{where}.arguments", item.get("arguments"))
+    return call(get(item, "call_id", str, where), name, arguments)
 
 
 def _read_tool(item: Any, where: str) -> Json:

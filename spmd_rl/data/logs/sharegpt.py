@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spmd_rl.data.logs.form import Json, ToolCalls, arguments_of, call, get, message, others, record
+from spmd_rl.data.logs.form import Json, ToolCalls, call, get, message, others, record, said
+from spmd_rl.data.message_fields import weight_of
+from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 USED = ("conversations", "system", "tools")
@@ -33,20 +35,22 @@ def read(row: Json) -> Json:
 
 
 def _read_turn(turn: Any, messages: list[Json], calls: ToolCalls, where: str) -> None:
-    said, value = get(turn, "from", str, where), get(turn, "value", str, where)
-    if said == "function_call":
+    speaker, value = get(turn, "from", str, where), get(turn, "value", str, where)
+    if speaker == "function_call":
         made = _read_calls(value, calls, f"{where}.value")
-        last = messages[-1] if messages else {}
-        if last.get("role") == "assistant" and "tool_calls" not in last:
+        last, marks = messages[-1] if messages else {}, said(turn, where)
+        is_same = last.get("weight") == marks.get("weight") and "reasoning_content" not in marks
+        if last.get("role") == "assistant" and "tool_calls" not in last and is_same:
             last["tool_calls"] = made
         else:
-            messages.append(message("assistant", "", tool_calls=made))
-    elif said not in _ROLES:
-        raise DataError(f"{where}.from", f"unknown speaker {said!r}")
-    elif _ROLES[said] == "tool":
-        messages.append(message("tool", value, tool_call_id=calls.answer(where)))
+            messages.append(message("assistant", "", tool_calls=made, **marks))
+    elif speaker not in _ROLES:
+        raise DataError(f"{where}.from", f"unknown speaker {speaker!r}")
+    elif _ROLES[speaker] == "tool":
+        marks = {"weight": weight_of(where, turn)}
+        messages.append(message("tool", value, tool_call_id=calls.answer(where), **marks))
     else:
-        messages.append(message(_ROLES[said], value))
+        messages.append(message(_ROLES[speaker], value, **said(turn, where)))
 
 
 def _parse(text: str, where: str) -> Any:
@@ -61,7 +65,7 @@ def _read_calls(text: str, calls: ToolCalls, where: str) -> list[Json]:
     made = []
     for item in value if isinstance(value, list) else [value]:
         name = get(item, "name", str, where)
-        arguments = arguments_of(item.get("arguments"), where)
+        arguments = object_of(f"{where}.arguments", item.get("arguments"))
         made.append(call(calls.add(name), name, arguments))
     if not made:
         raise DataError(where, "there is no call")
@@ -84,13 +88,14 @@ def write(row: Json) -> Json:
     """Return a conversation. Raises: DataError."""
     turns: list[Json] = []
     for item in row["messages"]:
+        mark = {"weight": item["weight"]} if "weight" in item else {}
         if item["role"] == "tool":
-            turns.append({"from": "observation", "value": item["content"]})
+            turns.append({"from": "observation", "value": item["content"], **mark})
             continue
         if item["content"] or "tool_calls" not in item:
-            turns.append({"from": _NAMES[item["role"]], "value": item["content"]})
+            turns.append({"from": _NAMES[item["role"]], "value": item["content"], **mark})
         if made := [one["function"] for one in item.get("tool_calls", [])]:
             value = json.dumps(made[0] if len(made) == 1 else made)
-            turns.append({"from": "function_call", "value": value})
+            turns.append({"from": "function_call", "value": value, **mark})
     tools = {"tools": json.dumps(row["tools"])} if "tools" in row else {}
     return others(row, {"conversations": turns, **tools})

@@ -14,21 +14,9 @@ from spmd_rl.data.render.messages import (
     tools_of,
     written_messages,
 )
-from spmd_rl.data.render.template_arguments import misread
+from spmd_rl.data.render.template_arguments import GIVEN, misread
+from spmd_rl.data.render.template_steps import bounded_steps
 from spmd_rl.errors import ConfigError, DataError, SpmdError
-
-# arguments of transformers' `apply_chat_template` that this package gives
-_GIVEN = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tools",
-}
 
 
 class Template(Protocol):
@@ -54,7 +42,7 @@ class ChatFormat:
             for name in ("template_kwargs", "template_kwargs_key", "system", "system_key"):
                 if getattr(self, name):
                     raise ConfigError(f"prompts.{name} needs prompts.chat_template = true")
-        if given := sorted(_GIVEN & self.template_kwargs.keys()):
+        if given := sorted(GIVEN & self.template_kwargs.keys()):
             raise ConfigError(f"prompts.template_kwargs cannot have {given[0]!r}")
         if problem := misread(self.template_kwargs):
             raise ConfigError(f"prompts.template_kwargs: {problem}")
@@ -129,16 +117,17 @@ def render(
     """Return the text of a chat, or of its first messages, by the template.
 
     `generation_prompt` says whether the text ends with the beginning of the next assistant turn.
-    Raises: DataError with what the template says, when it refuses the chat.
+    Raises: DataError with what the template says, when it refuses the chat or loops.
     """
     kwargs: dict[str, Any] = chat.template_kwargs | ({"tools": chat.tools} if chat.tools else {})
     try:
-        text: str = template.apply_chat_template(
-            chat.messages[:num_messages],
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **kwargs,
-        )
+        with bounded_steps():
+            text: str = template.apply_chat_template(
+                chat.messages[:num_messages],
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **kwargs,
+            )
         text.encode()
     except SpmdError:
         raise
@@ -169,7 +158,7 @@ def _system(messages: list[Message], record: DataRecord, cfg: ChatFormat) -> lis
 def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
     where = f"{record.where}: {key}"
     kwargs = object_of(where, _optional(record, key))
-    if given := sorted(_GIVEN & kwargs.keys()):
+    if given := sorted(GIVEN & kwargs.keys()):
         raise DataError(where, f"template arguments cannot have {given[0]!r}")
     if problem := misread(kwargs):
         raise DataError(where, problem)

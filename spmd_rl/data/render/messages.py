@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NoReturn
 
+from spmd_rl.data.message_fields import plain_fields
 from spmd_rl.errors import DataError
 
 Message = dict[str, Any]
@@ -57,7 +58,8 @@ def _is_message(value: Any) -> bool:
 def messages_of(where: str, value: Any) -> list[Message]:
     """Return checked chat messages, at least one. `where` names file, line and field.
 
-    Fields that are null are left out, and so are tool calls that are none.
+    Fields that are null are left out, and so are tool calls that are none. `plain_fields` reads
+    what says whether a message is learned, and its thought.
     Raises: DataError that names the message.
     """
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
@@ -84,7 +86,7 @@ def tools_of(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def object_of(where: str, value: Any) -> dict[str, Any]:
-    """Return an object, which may be written as JSON text; null and "" mean an empty one.
+    """Return an object, which may be written as JSON text; null and empty texts mean no field.
 
     Raises: DataError for anything else.
     """
@@ -97,7 +99,7 @@ def object_of(where: str, value: Any) -> dict[str, Any]:
 
 
 def _message(where: str, given: dict[Any, Any]) -> Message:
-    message = {key: value for key, value in given.items() if value is not None}
+    message = plain_fields(where, given)
     if not isinstance(message.get("role"), str):
         raise DataError(where, _FORM)
     calls_where = f"{where}.tool_calls"
@@ -160,9 +162,13 @@ def _parsed(where: str, value: Any) -> Any:
     """Return the value of JSON text, None of an empty text, and anything else as it is."""
     if not isinstance(value, str):
         return value
-    if not value:
+    if not value.strip():
         return None
     try:
-        return json.loads(value)
+        return json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"this text is not JSON: {error}") from error
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ class PromptFormat(ChatFormat):
     """Settings by which prompts are read, whatever else stands in a record."""
 
     max_prompt_tokens: int = 0  # longer prompts are dropped; 0 keeps all
+    # what becomes of records that the model's context cannot hold: the run ends, leaves them out,
+    # or learns what fits of their answers
+    too_long: Literal["refuse", "drop", "cut"] = "refuse"
     shuffle: bool = True  # use a new order every epoch; false: the order of the file
     seed: int = 0  # of the shuffling
 
@@ -133,8 +136,17 @@ def check_prompts(
         _check_length(record, cfg, tokenizer.num_tokens(prompt), tokenizer.context)
 
 
-def is_too_long(cfg: PromptFormat, num_tokens: int) -> bool:
-    return 0 < cfg.max_prompt_tokens < num_tokens
+def is_too_long(cfg: PromptFormat, num_tokens: int, context: int) -> bool:
+    """Whether a prompt is left out: it is over the limit, or leaves no room for an answer."""
+    leaves_no_room = cfg.too_long != "refuse" and num_tokens >= context
+    return leaves_no_room or 0 < cfg.max_prompt_tokens < num_tokens
+
+
+def defects(cfg: PromptFormat, of_prompt: str, *others: str) -> str:
+    """Return what is wrong with records that are left out: `of_prompt` if there is a limit."""
+    limited = [of_prompt] if cfg.max_prompt_tokens else []
+    long = ["do not fit the model's context"] if cfg.too_long != "refuse" else []
+    return " or ".join([*limited, *long, *others])
 
 
 def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -> None:
@@ -152,7 +164,7 @@ def _check_length(record: DataRecord, cfg: PromptFormat, num_tokens: int, contex
     where = f"{record.where}: {cfg.prompt_key}"
     if not num_tokens:
         raise DataError(where, "the prompt is empty")
-    if num_tokens >= context and not is_too_long(cfg, num_tokens):
+    if num_tokens >= context and not is_too_long(cfg, num_tokens, context):
         raise DataError(
             where,
             f"the prompt has {num_tokens} tokens, but the model's context of {context} must hold "

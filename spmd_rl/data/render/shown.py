@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from spmd_rl.data.message_fields import says_something
 from spmd_rl.data.render.chat import Chat, Template, render
 from spmd_rl.data.render.messages import Message, begins_with_system
 from spmd_rl.errors import DataError
@@ -106,7 +107,7 @@ def _parts(chat: Chat) -> Iterator[_Part]:
         if message["role"] == "tool" and message.get("name") in called:
             message = _without(message, "name")  # the call that it answers shows the name
         called |= _called(message)
-        fields = frozenset(key for key, value in message.items() if value)
+        fields = frozenset(key for key, value in message.items() if says_something(value))
         around = (*roles[number : number + 3], fields, about)
         is_prompt = number == 0 and begins_with_system(chat.messages)
         for name, words, change in _changes(message, is_prompt):
@@ -133,9 +134,11 @@ def _changes(
         if len(calls) > 1:
             yield "last call", "last tool call", lambda m: m | {"tool_calls": m["tool_calls"][:-1]}
     for field, value in message.items():
-        if field not in _OTHERS and value and isinstance(value, (str, list, dict)):
+        # a number of the assistant's may be meant to say whether the message is learned
+        is_text = isinstance(value, (str, list, dict)) or role == "assistant"
+        if field not in _OTHERS and is_text and says_something(value):
             words = f"{field!r} of this message of the role {role!r}"
-            yield field, words, partial(_without, field=field)
+            yield field, words, _field_change(field, value)
 
 
 def _called(message: Message) -> set[str]:
@@ -155,6 +158,13 @@ def _message_change(number: int, change: Callable[[Message], Message]) -> Callab
 
 def _role_change(role: str) -> Callable[[Message], Message]:
     return lambda message: message | {"role": role}
+
+
+def _field_change(field: str, value: Any) -> Callable[[Message], Message]:
+    """Return what takes a field out; a number or truth value becomes the opposite of what it is."""
+    if isinstance(value, (bool, int, float)):
+        return lambda message: message | {field: not value}
+    return partial(_without, field=field)
 
 
 def _without(message: Message, field: str) -> Message:

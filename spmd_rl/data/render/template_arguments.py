@@ -9,6 +9,19 @@ from typing import Any
 # texts that are true in a template, though whoever wrote them most likely means something else
 _MISREAD = ("True", "False", "None", "true", "false", "null")
 
+# arguments of transformers' `apply_chat_template` that this package gives
+GIVEN = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tools",
+}
+
 
 def misread(arguments: dict[str, Any]) -> str:
     """Return a sentence on the first argument that is a truth value written as text, or ""."""

@@ -4,16 +4,21 @@ The chat template renders the conversation up to a turn, with the beginning of t
 turn's prompt. What it adds when the turn is there is the turn's text. Each piece of text is
 tokenised once, and tokens are only appended. Where the prompt of a turn does not begin with the
 sequence so far, because the template rewrites earlier turns, another sequence begins.
+
+Some templates end a turn with nothing: the next message begins with a marker, at which an engine
+stops. Such a marker ends the turn, and is learned with it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from spmd_rl.data.message_fields import MARKS, weight_of
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import Message
@@ -23,18 +28,22 @@ from spmd_rl.types.sft_pair import SftPair
 
 Learn = Literal["all", "last"]
 
+_PROBE = "what this turn of the assistant says"  # in place of a turn, whose thoughts may be hidden
+
 
 def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     """Return the positions of the assistant messages to learn, at least one.
 
     `learn` says which they are, unless a message says so itself by its "weight", 0 or 1.
-    Raises: DataError for another weight, and when nothing is left to learn.
+    Raises: DataError for another weight, for one of 1 that is not the assistant's, and when nothing
+    is left to learn.
     """
+    weights = [_weight(chat, number) for number in range(len(chat.messages))]
     turns = [number for number, m in enumerate(chat.messages) if m["role"] == "assistant"]
     if not turns:
         raise DataError(chat.where, "this conversation has no assistant message to learn")
     chosen = turns if learn == "all" else turns[-1:]
-    learned = [number for number in turns if _weight(chat, number, number in chosen)]
+    learned = [n for n in turns if (n in chosen if weights[n] is None else weights[n])]
     if not learned:
         raise DataError(chat.where, "every assistant message of this conversation has weight 0")
     if learned[0] == 0:
@@ -46,9 +55,20 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     return learned
 
 
+def _weight(chat: Chat, number: int) -> int | None:
+    weight = weight_of(chat.place(number), chat.messages[number])
+    if weight and chat.messages[number]["role"] != "assistant":
+        raise DataError(
+            chat.place(number),
+            "this message is marked as learned, but only those of the assistant are: take the mark "
+            "out",
+        )
+    return weight
+
+
 def is_empty(message: Message) -> bool:
     """Whether an assistant message says nothing: it has no text and calls no tool."""
-    return not any(value for key, value in message.items() if key not in ("role", "weight", "id"))
+    return not any(value for key, value in message.items() if key not in ("role", "id", *MARKS))
 
 
 def ends_early(end: str) -> str:
@@ -116,7 +136,7 @@ def _sequences(
     chat: Chat, learn: Learn, tokenizer: Tokenizer, ends: dict[int, str], eos: int
 ) -> list[_Sequence]:
     """Return the turns to learn, in one sequence as long as a turn's prompt goes on from it."""
-    plain = replace(chat, messages=[_without_weight(message) for message in chat.messages])
+    plain = replace(chat, messages=[_without_marks(message) for message in chat.messages])
     sequences: list[_Sequence] = []
     for number in learned_turns(chat, learn):
         turn = _turn(plain, number, tokenizer, [*filter(None, ends.values())])
@@ -127,7 +147,7 @@ def _sequences(
 
 
 def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Turn:
-    """Return the turn of an assistant message.
+    """Return the turn of an assistant message, which a marker of the next message may end.
 
     Raises: DataError when it is no continuation, or its own words hold an end-of-text token.
     """
@@ -145,14 +165,26 @@ def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Tu
     answer = whole[len(prompt) :]
     # an engine stops at the first end-of-text token that it draws
     stop = min((answer.find(end) + len(end) for end in ends if end in answer), default=0)
-    return _Turn(prompt, answer[:stop] if stop else answer, bool(stop))
+    if stop:
+        return _Turn(prompt, answer[:stop], ended=True)
+    marker = _next_marker(chat, number, tokenizer, ends)
+    return _Turn(prompt, answer + marker, bool(marker))
 
 
-def _weight(chat: Chat, number: int, default: bool) -> bool:
-    weight = chat.messages[number].get("weight", default)
-    if weight not in (0, 1):
-        raise DataError(f"{chat.place(number)}.weight", f"expected 0 or 1, got {weight!r}")
-    return bool(weight)
+def _next_marker(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> str:
+    """Return the end-of-text token with which the message after a turn begins, or ""."""
+    messages = [*chat.messages]
+    bare = {k: v for k, v in messages[number].items() if k in ("role", "content", "tool_calls")}
+    # a template may refuse a call beside a text
+    messages[number] = bare | ({} if "tool_calls" in bare else {"content": _PROBE})
+    probed = replace(chat, messages=messages)
+    whole, alone = (
+        render(probed, tokenizer, stop, generation_prompt=False).rpartition(_PROBE)[2]
+        for stop in (None, number + 1)
+    )
+    markers = "|".join(map(re.escape, sorted(ends, key=len, reverse=True)))
+    found = re.match(rf"\s*({markers})", whole.removeprefix(alone))
+    return found[0] if markers and found and whole.startswith(alone) else ""
 
 
 def _words(value: Any) -> list[str]:
@@ -164,5 +196,5 @@ def _words(value: Any) -> list[str]:
     return [text for one in value for text in _words(one)] if isinstance(value, list) else []
 
 
-def _without_weight(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "weight"}
+def _without_marks(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key not in MARKS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +52,13 @@ class SamplingRules:
     stop_ids: tuple[int, ...] = ()
     free: bool = False
 
+    @property
+    def reason(self) -> str:
+        """Why a value is refused that would change what is drawn."""
+        if self.free:
+            return "this server draws from the model as it is"
+        return "log-probs are those of the policy as it is"
+
 
 @dataclass(frozen=True)
 class OwnSampling:
@@ -70,16 +77,23 @@ class OwnSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request for one reply: after `messages`, or after `token_ids` where there are any.
+    """A request for one reply: after `messages`, or after token ids where there are any.
+
+    `token_ids` are those, or the tokenizer makes them of `prompt_text`; the reply to them is read
+    as a text with `reads_text`. `more` are further replies of the request: the number of each in
+    the answer is its `choice`. With `logprobs` the answer has those of the drawn tokens, of the
+    prompt's with `echo`, and of the `num_top` likeliest tokens.
 
     `ignored` names the fields that say nothing about the reply. A seed is one of them where draws
-    are keyed by the run.
+    are keyed by the run. `unknown` names those that this gateway does not know.
     """
 
     model: str
     messages: list[Message] = field(default_factory=list)
     extras: TemplateExtras = field(default_factory=lambda: TemplateExtras([], {}))
     token_ids: NDArray[np.int32] | None = None
+    prompt_text: str | None = None
+    reads_text: bool = False
     max_tokens: int | None = None  # None: the recipe's limit
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
@@ -87,8 +101,37 @@ class Asked:
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
+    num_top: int = 0
+    echo: bool = False
+    names_ids: bool = False  # tokens are named by their ids
+    choice: int = 0
+    shares_prompt: bool = False  # with the reply before it, so its prompt is not counted again
+    more: tuple[Asked, ...] = ()
     return_token_ids: bool = False
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def of_each(self, prompts: list[Asked], num_choices: int) -> Asked:
+        """Return the request for so many replies to each of these, the first with the others."""
+        every = [one for one in prompts for _ in range(num_choices)]
+        if len(every) > 1 and self.stream:
+            raise Refused("stream", "expected false, as this request asks for several replies")
+        first, *more = (
+            replace(one, choice=number, shares_prompt=number % num_choices > 0)
+            for number, one in enumerate(every)
+        )
+        return replace(first, more=tuple(more))
+
+
+class TokenScores(NamedTuple):
+    """Log-probs of tokens that follow each other, and the likeliest tokens at their places.
+
+    Shape: logprobs [M]; top_ids and top_logprobs [M, K], the likeliest first.
+    """
+
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
 
 
 class Begun(NamedTuple):
@@ -103,7 +146,10 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A reply that the policy drew. `stop` is the text that ended it, or ""."""
+    """A reply that the policy drew. `stop` is the text that ended it, or "".
+
+    `bytes_of` returns the bytes of a token; None: they are those of its text.
+    """
 
     begun: Begun
     message: Message
@@ -112,6 +158,8 @@ class Drawn:
     data: TokenData
     join_prompt: Callable[[], NDArray[np.int32]] = field(repr=False)
     decode: Callable[[list[int]], str] = field(repr=False)
+    bytes_of: Callable[[int], bytes] | None = field(default=None, repr=False)
+    scores: TokenScores | None = field(default=None, repr=False)  # the last are of the reply
 
     @cached_property
     def logprobs(self) -> list[float]:
@@ -123,9 +171,19 @@ class Drawn:
         """All tokens before the reply. Shape: [T]."""
         return self.join_prompt()
 
-    @cached_property
-    def token_texts(self) -> list[str]:
-        return [self.decode([token]) for token in self.data.tokens.tolist()]
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token, of which several may make one character."""
+        return self.decode([token]).encode() if self.bytes_of is None else self.bytes_of(token)
+
+    def tops(self, *, whole: bool = False) -> list[list[tuple[int, float]]]:
+        """Return the likeliest tokens at each place of the reply, or of all that was scored."""
+        if self.scores is None:
+            return []
+        first = 0 if whole else len(self.scores.logprobs) - len(self.data)
+        rows = self.scores.top_ids[first:].tolist(), self.scores.top_logprobs[first:]
+        return [
+            [*zip(ids, shortest(values), strict=True)] for ids, values in zip(*rows, strict=True)
+        ]
 
     @cached_property
     def kept_sets(self) -> list[list[int]]:

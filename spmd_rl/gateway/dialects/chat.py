@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_chat
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
@@ -16,26 +16,34 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import DONE, event
 from spmd_rl.types.samples import MODEL
 
-_TEXT_ONLY = {"type": "text"}
-_NOT_LEARNED = "log-probs are those of the policy as it is"
+# what is read of a request, by its place
+_KNOWN = {
+    "messages": {
+        "role", "content", "reasoning_content", "reasoning", "reasoning_details", "thinking",
+        "thinking_blocks", "tool_calls", "tool_call_id", "tool_call_ids", "name",
+    },
+    "messages[].content": {"type", "text", "thinking", "signature"},
+    "messages[].tool_calls": {"id", "type", "function", "index"},
+}  # fmt: skip
 
 
 def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     given = {"messages": fields.take("messages", list, []), "tools": fields.take("tools", list, [])}
     if not given["messages"]:
         raise Refused("messages", "expected a list with at least one message")
     _refuse_silent(given["messages"])
     row = read_messages(openai_chat.read, given)
-    sampling = fields.sampling(rules)
-    _neutral(fields, has_tools=bool(given["tools"]))
+    fields.look_into("messages", given["messages"], _KNOWN)
+    sampling, num_choices, num_top = fields.sampling(), fields.choices(), fields.num_top()
+    fields.neutral()
     options = fields.take("stream_options", dict, {})
     limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
-    return Asked(
+    asked = Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
-        extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
+        extras=extras_of(row, fields),
         max_tokens=limits[0] or limits[1],
         stops=fields.texts("stop"),
         stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
@@ -43,9 +51,12 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream=fields.take("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),
+        num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.ignored + other_tools(given["tools"]),
+        unknown=fields.unknown,
     )
+    return asked.of_each([asked], num_choices)
 
 
 def _refuse_silent(messages: list[Any]) -> None:
@@ -54,26 +65,6 @@ def _refuse_silent(messages: list[Any]) -> None:
         is_told = isinstance(one, dict) and one.get("role") not in (MODEL, None)
         if is_told and one.get("content") is None:
             raise Refused(f"messages[{number}].content", "expected a text, or a list of parts")
-
-
-def _neutral(fields: RequestFields, *, has_tools: bool) -> None:
-    """Take the fields that may only have a value that changes nothing. Raises: Refused."""
-    fields.only("n", 1, because="a session draws one reply a call")
-    fields.only("tool_choice", *(["auto"] if has_tools else ["auto", "none"]), because=_NOT_LEARNED)
-    fields.only("parallel_tool_calls", True, because=_NOT_LEARNED)
-    fields.only("response_format", _TEXT_ONLY, because=_NOT_LEARNED)
-    fields.only("logit_bias", {}, because=_NOT_LEARNED)
-    for name in ("presence_penalty", "frequency_penalty"):
-        fields.only(name, 0, because=_NOT_LEARNED)
-    fields.only("repetition_penalty", 1, because=_NOT_LEARNED)
-    fields.only("top_logprobs", 0, because="only the log-prob of the drawn token is known")
-    fields.only("modalities", ["text"])
-    fields.only("add_generation_prompt", True)
-    fields.only("continue_final_message", False)
-    fields.ignore(
-        "seed", "user", "metadata", "store", "service_tier", "prompt_cache_key", "verbosity",
-        "prompt_cache_retention", "safety_identifier", "reasoning_effort",
-    )  # fmt: skip
 
 
 def usage(drawn: Drawn) -> Json:
@@ -95,11 +86,33 @@ def wire_call(made: Message) -> Message:
 
 
 def logprob_rows(drawn: Drawn) -> list[Json]:
-    """Return an entry for each token, with its text, bytes and log-prob."""
+    """Return an entry for each token, with its text, bytes and log-prob, and the likeliest."""
+    tops = drawn.tops() or [[] for _ in drawn.logprobs]
+    columns = drawn.data.tokens.tolist(), drawn.logprobs, tops
     return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(drawn.token_texts, drawn.logprobs, strict=True)
+        _row(drawn, token, value) | {"top_logprobs": [_row(drawn, *one) for one in top]}
+        for token, value, top in zip(*columns, strict=True)
     ]
+
+
+def _row(drawn: Drawn, token: int, value: float) -> Json:
+    text, data = drawn.decode([token]), drawn.token_bytes(token)
+    return {"token": text, "logprob": value, "bytes": list(data)}
+
+
+def joined(asked: Asked, answers: list[Json]) -> Json:
+    """Return one answer with all replies of a request, of chats or completions."""
+    whole = answers[0]
+    for one, other in zip(asked.more, answers[1:], strict=True):
+        whole["choices"] += other["choices"]
+        total, more = whole["usage"], other["usage"]
+        total["completion_tokens"] += more["completion_tokens"]
+        if not one.shares_prompt:
+            total["prompt_tokens"] += more["prompt_tokens"]
+            cached = more["prompt_tokens_details"]["cached_tokens"]
+            total["prompt_tokens_details"]["cached_tokens"] += cached
+        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    return whole
 
 
 def answer(asked: Asked, drawn: Drawn) -> Json:
@@ -111,7 +124,7 @@ def answer(asked: Asked, drawn: Drawn) -> Json:
         message["tool_calls"] = [wire_call(made) for made in calls]
     if thought := reply.get("reasoning_content"):
         message["reasoning_content"] = thought
-    choice: Json = {"index": 0, "message": message, "finish_reason": drawn.finish}
+    choice: Json = {"index": asked.choice, "message": message, "finish_reason": drawn.finish}
     choice |= _asked_for(asked, drawn)
     body = _head(drawn.begun, "chat.completion") | {"choices": [choice], "usage": usage(drawn)}
     return body | _prompt_ids(asked, drawn)

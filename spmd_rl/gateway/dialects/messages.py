@@ -15,36 +15,49 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
-_NOT_LEARNED = "log-probs are those of the policy as it is"
+_BILLING = "x-anthropic-billing-header"  # what a line begins with
+_BLOCK = {
+    "type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content",
+}  # fmt: skip
+# what is read of a request, by its place
+_KNOWN = {
+    "system": {"type", "text"},
+    "messages": {"role", "content"},
+    "messages[].content": _BLOCK,
+    "messages[].content[].content": {"type", "text"},
+    "tools": {"type", "name", "description", "input_schema"},
+}
 
 
 def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     row = _conversation(fields)
-    sampling = fields.sampling(rules)
+    sampling = fields.sampling()
     _neutral(fields)
     return Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
-        extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
+        extras=extras_of(row, fields),
         max_tokens=fields.number("max_tokens"),
         stops=fields.texts("stop_sequences"),
         sampling=sampling,
         stream=fields.take("stream", bool, False),
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.ignored,
+        unknown=fields.unknown,
     )
 
 
-def read_counted(body: Json) -> Asked:
+def read_counted(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks to count the tokens of. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     row = _conversation(fields)
     _neutral(fields)
-    model = fields.take("model", str, "")
-    extras = extras_of(row, fields.take("chat_template_kwargs", dict, {}))
-    return Asked(model=model, messages=row["messages"], extras=extras, ignored=fields.finish())
+    model, extras = fields.take("model", str, ""), extras_of(row, fields)
+    ignored, unknown = fields.ignored, fields.unknown
+    told = row["messages"]
+    return Asked(model=model, messages=told, extras=extras, ignored=ignored, unknown=unknown)
 
 
 def _conversation(fields: RequestFields) -> Json:
@@ -55,20 +68,39 @@ def _conversation(fields: RequestFields) -> Json:
     }
     if not given["messages"]:
         raise Refused("messages", "expected a list with at least one message")
-    return read_messages(anthropic.read, given)
+    given["system"] = _without_billing(fields, given["system"])
+    row = read_messages(anthropic.read, given)
+    for name, items in given.items():
+        fields.look_into(name, items, _KNOWN)
+    return row
+
+
+def _without_billing(fields: RequestFields, system: Any) -> Any:
+    """Return the system prompt without a line of Claude Code that is meant for its maker's server.
+
+    It may change from call to call, so that no call goes on from what was drawn before it.
+    """
+    kept = []
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or ()
+    for block in blocks:
+        text = block.get("text") if isinstance(block, dict) else None
+        if isinstance(text, str) and text.startswith(_BILLING):
+            fields.note(f"system.{_BILLING}")
+            rest = text.partition("\n")[2].lstrip("\n")
+            kept += [{**block, "text": rest}] if rest else []
+        else:
+            kept.append(block)
+    return kept or None
 
 
 def _neutral(fields: RequestFields) -> None:
     """Take the fields that say nothing about the reply. Raises: Refused."""
-    choice = fields.take("tool_choice", dict, {"type": "auto"})
-    if choice.get("type") != "auto" or choice.get("disable_parallel_tool_use"):
-        raise Refused("tool_choice", f"expected auto, got {choice!r:.60}: {_NOT_LEARNED}")
-    fields.only("mcp_servers", [])
-    fields.only("container")
-    fields.ignore(
-        "metadata", "service_tier", "thinking", "context_management", "output_config",
-        "inference_geo", "cache_control", "speed",
-    )  # fmt: skip
+    because = "this gateway does not do it"
+    fields.only("mcp_servers", [], because=because)
+    fields.only("container", because=because)
+    fields.ignore("thinking", "context_management", "output_config", "inference_geo")
+    fields.ignore("cache_control", "speed")
+    fields.neutral()
 
 
 def answer(asked: Asked, drawn: Drawn) -> Json:
@@ -152,7 +184,7 @@ class MessageStream:
             yield self._block("stop")
             self._num_blocks += 1
         more = {"spmd": drawn.facts()} if self._asked.return_token_ids else {}
-        usage = _usage(self._begun, len(drawn.data))
+        usage = _usage(drawn.begun, len(drawn.data))
         yield _event("message_delta", delta=_ending(drawn), usage=usage, **more)
         yield _event("message_stop")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_responses
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.chat import logprob_rows, wire_call
@@ -15,14 +15,23 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
-_NOT_LEARNED = "log-probs are those of the policy as it is"
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = {_LOGPROBS, "reasoning.encrypted_content"}
+_INCLUDED = [_LOGPROBS, "reasoning.encrypted_content"]  # a client may ask for what has no hash
+_ITEM = {
+    "type", "role", "content", "summary", "id", "status", "call_id", "name", "arguments", "output",
+}  # fmt: skip
+# what is read of a request, by its place
+_KNOWN = {
+    "input": _ITEM,
+    "input[].content": {"type", "text"},
+    "input[].output": {"type", "text"},
+    "tools": {"type", "name", "description", "parameters"},
+}
 
 
 def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     given = {
         "input": fields.take("input", (str, list), []),
         "instructions": fields.take("instructions", str),
@@ -31,36 +40,42 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     if not given["input"]:
         raise Refused("input", "expected a text or a list with at least one item")
     row = read_messages(openai_responses.read, given)
-    allowed = ["auto"] if given["tools"] else ["auto", "none"]
-    fields.only("tool_choice", *allowed, because=_NOT_LEARNED)
-    fields.only("parallel_tool_calls", True, because=_NOT_LEARNED)
-    fields.only("previous_response_id", because="send the whole conversation as input")
-    fields.only("conversation", because="send the whole conversation as input")
-    fields.only("background", False)
-    fields.only("top_logprobs", 0, because="only the log-prob of the drawn token is known")
-    fields.only("truncation", "disabled", "auto")
-    if (form := fields.take("text", dict, {}).get("format")) not in (None, {"type": "text"}):
-        raise Refused("text.format", f"expected text, got {form!r:.60}: {_NOT_LEARNED}")
-    sampling = fields.sampling(rules)
-    included = fields.take("include", list, [])
-    if unknown := [one for one in included if one not in _INCLUDED]:
-        raise Refused("include", f"this gateway does not know {unknown[0]!r:.60}")
-    fields.ignore(
-        "metadata", "store", "user", "reasoning", "service_tier", "prompt_cache_key", "seed",
-        "prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options",
-        "client_metadata",
-    )  # fmt: skip
+    fields.look_into("input", given["input"], _KNOWN)
+    fields.look_into("tools", given["tools"], _KNOWN)
+    sampling, num_top = fields.sampling(), fields.num_top()
+    included = _neutral(fields, rules)
     return Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
-        extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
+        extras=extras_of(row, fields),
         max_tokens=fields.number("max_output_tokens"),
         sampling=sampling,
         stream=fields.take("stream", bool, False),
         logprobs=_LOGPROBS in included,
+        num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.ignored + other_tools(given["tools"]),
+        unknown=fields.unknown,
     )
+
+
+def _neutral(fields: RequestFields, rules: SamplingRules) -> list[Any]:
+    """Take the fields that say nothing about the reply, and return what the answer includes.
+
+    Raises: Refused.
+    """
+    fields.only("previous_response_id", because="send the whole conversation as input")
+    fields.only("conversation", because="send the whole conversation as input")
+    fields.only("background", False, because="this gateway does not do it")
+    fields.only("truncation", "disabled", "auto", because="this gateway does not do it")
+    if (form := fields.take("text", dict, {}).get("format")) not in (None, {"type": "text"}):
+        raise Refused("text.format", f"expected text, got {form!r:.60}: {rules.reason}")
+    included: list[Any] = fields.take("include", list, [])
+    if unknown := [one for one in included if one not in _INCLUDED]:
+        raise Refused("include", f"this gateway does not know {unknown[0]!r:.60}")
+    fields.ignore("reasoning", "max_tool_calls", "stream_options", "client_metadata")
+    fields.neutral()
+    return included
 
 
 def answer(asked: Asked, drawn: Drawn) -> Json:

@@ -9,24 +9,20 @@ from spmd_rl.gateway.dialects.fields import RequestFields
 
 def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     ids = fields.ids("token_ids")
     if not len(ids):
         raise Refused("token_ids", "expected at least one token id")
-    given = RequestFields(fields.take("sampling_params", dict, {}))
+    given = RequestFields(fields.take("sampling_params", dict, {}), rules)
     fields.only("stream", False, because="this endpoint answers as a whole")
-    fields.ignore("cache_salt", "priority", "request_id")
-    model, ignored = fields.take("model", str, ""), fields.finish()
+    fields.neutral()
+    model = fields.take("model", str, "")
     try:
-        sampling = given.sampling(rules)
-        given.only("n", 1, because="a session draws one reply a call")
+        sampling = given.sampling()
         given.only("logprobs", 0, 1, because="only the log-prob of the drawn token is known")
         given.only("skip_special_tokens", False, because="the answer is in token ids")
-        given.only("min_tokens", 0)
-        for name in ("presence_penalty", "frequency_penalty"):
-            given.only(name, 0)
-        given.only("repetition_penalty", 1)
-        given.ignore("seed", "spaces_between_special_tokens", "include_stop_str_in_output")
+        given.ignore("include_stop_str_in_output")
+        given.neutral()
         return Asked(
             model=model,
             token_ids=ids,
@@ -34,7 +30,8 @@ def read(body: Json, rules: SamplingRules) -> Asked:
             stops=given.texts("stop"),
             stop_ids=tuple(given.ids("stop_token_ids").tolist()),
             sampling=sampling,
-            ignored=(*ignored, *given.finish()),
+            ignored=(*fields.ignored, *given.ignored),
+            unknown=(*fields.unknown, *(f"sampling_params.{one}" for one in given.unknown)),
         )
     except Refused as error:
         raise error.inside("sampling_params") from error

@@ -7,7 +7,12 @@ from typing import Any
 
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript, Turn
-from spmd_rl.rewards.answers.final_text import THINKING, opens_thought
+from spmd_rl.rewards.answers.final_text import (
+    THINKING,
+    begins_in_thought,
+    opens_thought,
+    split_thought,
+)
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import MODEL, TURNS, Sample
 
@@ -58,21 +63,37 @@ class Conversation:
     def samples(self) -> list[Sample]:
         """Return the transcripts as samples, of which most templates make one.
 
-        Their `messages` are those after the prompt, up to the last turn of the transcript. Where
-        the template has opened a thought, what the model said begins with the tag of it.
+        Their `messages` are the `turns` up to the last one of the transcript.
         """
-        first = len(self.prompt.chat["messages"])
-        opening = THINKING if opens_thought(self.prompt.text) else ""
-        turns = [
-            {**turn, "content": opening + turn["content"]}
-            if turn.get("role") == MODEL and isinstance(turn.get("content"), str)
-            else turn
-            for turn in self.messages[first:]
-        ]
+        first, turns = len(self.prompt.chat["messages"]), self.turns()
         return [
             transcript.sample().replace(metadata={TURNS: turns[: last - first]})
             for transcript, last in zip(self.transcripts, self._num_messages, strict=True)
         ]
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the messages after the prompt. Where the template has opened a thought, what the
+        model said begins with the tag of it.
+        """
+        opening = THINKING if opens_thought(self.prompt.text) else ""
+        return [
+            {**turn, "content": opening + turn["content"]}
+            if turn.get("role") == MODEL and isinstance(turn.get("content"), str)
+            else turn
+            for turn in self.messages[len(self.prompt.chat["messages"]) :]
+        ]
+
+    def last_reply(self) -> tuple[str, str]:
+        """Return the thought of the model's last turn, and what it said after it.
+
+        The rule is that of graders (`rewards/answers/final_text.py`).
+        """
+        turns = self.turns()
+        text, begun = turns[-1]["content"], begins_in_thought(self.prompt.text, turns)
+        thought, said = split_thought(text, begun)
+        if said == text:
+            return "", said
+        return thought.strip().removeprefix(THINKING).strip(), said.lstrip()
 
     async def _follow_template(self, engine: EpisodeEngine) -> None:
         """Observe what the template adds after the last turn, or begin another transcript."""

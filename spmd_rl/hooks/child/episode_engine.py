@@ -19,6 +19,10 @@ from spmd_rl.hooks.wire.messages import AskTurn, CancelTurn, ToRank
 OnTokens = Callable[[list[int]], None]
 
 
+class RefusedTurn(SpmdError):
+    """The engine does not take what an episode asks of it."""
+
+
 class _Asked:
     """A turn that the engine draws: who waits for it, and how many of its tokens were shown."""
 
@@ -67,7 +71,8 @@ class EpisodeEngine:
         Blocks: until the engine has drawn the turn; this time does not count for the deadline. When
         the waiting task is cancelled, the engine stops drawing.
         Raises: ValueError for arguments without sense, and while another call for this transcript
-        runs; SpmdError with the reason when the engine cannot go on.
+        runs; RefusedTurn where the engine does not take such a turn; SpmdError with the reason when
+        it cannot go on.
         """
         if transcript.place is None:
             number, self._num_transcripts = self._num_transcripts, self._num_transcripts + 1

@@ -13,12 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.errors import ContractError
 from spmd_rl.hooks.child.async_calls import OpenCall, StepWatcher
 from spmd_rl.hooks.child.calls import EpisodeCall, LoadedHooks, RewardCall
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
-from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.failures import EpisodeFailure, FailureKind
 from spmd_rl.hooks.program import EpisodeProgram, Site
 from spmd_rl.hooks.results import preview, problem_of
 from spmd_rl.hooks.texts import EpisodeTexts
@@ -156,7 +156,7 @@ class Server(asyncio.Protocol):
                     self._cancel(self._open[call_id], "was cancelled")
             case Reply(call_id, ask_id, problem, turn):
                 if engine := self._engines.get(call_id):
-                    engine.answer(ask_id, SpmdError(problem) if turn is None else turn)
+                    engine.answer(ask_id, RefusedTurn(problem) if turn is None else turn)
             case DrawnTokens(call_id, ask_id, tokens):
                 if engine := self._engines.get(call_id):
                     engine.show(ask_id, tokens)
@@ -223,8 +223,9 @@ class Server(asyncio.Protocol):
 
     def _give_up(self, call: OpenCall, more: str) -> None:
         """Answer for a call that was cancelled, which may have left threads or a task running."""
-        problem = call.end_sentence + more
-        self._reply(call, Problem(call.job.call_id, call.watch.used_s, problem, retires=True))
+        told = call.job.call_id, call.watch.used_s, call.end_sentence + more
+        kind: FailureKind | None = "timeout" if isinstance(call.job, EpisodeCall) else None
+        self._reply(call, Problem(*told, retires=True, unanswered=True, kind=kind))
 
     def _reply(self, call: OpenCall, answer: Answer) -> None:
         """Answer a call, if it was not answered yet."""

@@ -99,7 +99,8 @@ class EpisodeTasks:
             task = self._tasks.pop(task_id).task
             where = f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
             if isinstance(message, Problem):
-                kind = message.kind
+                # it has ended its process; what is late says so itself
+                kind = message.kind or ("agent" if message.unanswered else None)
                 is_spared = kind is not None
                 yield Failed(task_id, where, message.problem, message.seconds, is_spared, kind)
             elif message.samples is not None:

@@ -60,6 +60,7 @@ class HookPool(AbstractContextManager["HookPool"]):
         self._plain = WorkerGroup(plain, self._reward_worker)
         self._async = WorkerGroup(late, self._reward_worker)
         episode = replace(self._start, rewards=[], generate=cfg.generate)
+        late = late._replace(late_kind="timeout")
         self._episode = WorkerGroup(late, lambda: HookWorker(episode, self._selector))
         self._ids = ids = count()  # of tasks and calls
         names = [part_name(name) for name in rewards]

@@ -70,7 +70,8 @@ class Failed(msgspec.Struct, frozen=True):
     """A task has failed. `where` names the function and the sample, `problem` ends the sentence.
 
     `is_spared` says that this ends no run: a shipped grader has met an answer that it cannot grade
-    in time, or an episode has raised an EpisodeFailure, of which `kind` is then that.
+    in time, or an episode has failed of what `kind` says: it has raised an EpisodeFailure, was
+    late, or has ended its process.
     """
 
     task_id: int

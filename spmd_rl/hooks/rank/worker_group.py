@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.hooks.failures import FailureKind
 from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.wire.channel import NO_CALL
 from spmd_rl.hooks.wire.messages import Answer, Answers, Cancel, Problem, Ready, ToRank
@@ -28,6 +29,7 @@ class Limits(NamedTuple):
     concurrency: int
     deadline_s: float  # of one uninterrupted run of a hook; 0: none
     late: str = "took longer than {:g} s"  # what is said of a call that missed the deadline
+    late_kind: FailureKind | None = None  # of such a call
 
 
 class WorkerGroup:
@@ -38,6 +40,7 @@ class WorkerGroup:
     def __init__(self, limits: Limits, new_worker: Callable[[], HookWorker]) -> None:
         self.workers: list[HookWorker] = []
         self._limits, self._new_worker = limits, new_worker
+        self._late = limits.late.format(limits.deadline_s)
         self._waiting: deque[int] = deque()
         self._doubted: deque[int] = deque()  # each is made alone in a worker
         self._mean_s = 0.0  # of a call; 0: not known
@@ -144,7 +147,7 @@ class WorkerGroup:
             raise SpmdError(f"{late}\n{worker.tail}".strip())  # the tail names what is imported
         deadline_s, (call_id, since_s) = self._limits.deadline_s, worker.running()
         is_late = deadline_s and call_id != NO_CALL and now_s - since_s > deadline_s
-        return self._limits.late.format(deadline_s) if is_late else ""
+        return self._late if is_late else ""
 
     def _end(self, worker: HookWorker, ending: str) -> list[Answer]:
         """End a worker, fail the call that its end is charged to, and queue its others again."""
@@ -164,7 +167,8 @@ class WorkerGroup:
             return []
         self._waiting.extendleft(one for one in reversed(wanted) if one != charged)
         if charged in wanted:
-            return [Problem(charged, 0.0, ending, unanswered=True)]
+            kind = self._limits.late_kind if ending == self._late else None
+            return [Problem(charged, 0.0, ending, unanswered=True, kind=kind)]
         return []
 
     def _given(self, worker: HookWorker, call_ids: list[int]) -> tuple[HookWorker, list[int]]:

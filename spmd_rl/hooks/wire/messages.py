@@ -132,7 +132,8 @@ class Problem(Message, frozen=True):
     """Why a call failed: the end of a sentence about it. `retires` is that of Result.
 
     `in_doubt` says that another call may be the reason. `unanswered` says that the process ended,
-    or was ended at the deadline, before there was an answer. `kind` is that of an EpisodeFailure.
+    or the call was ended at its deadline, before there was an answer. `kind` is what failed, of an
+    episode.
     """
 
     call_id: int

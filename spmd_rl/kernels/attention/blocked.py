@@ -4,7 +4,9 @@ On the CPU `blocked_attention` serves training and decoding. It takes torch's so
 multiples of 16. Then it adds weighted values in blocks of 64 keys, counted from the start of the
 sequence, in ascending order. A key that a query does not see adds an exact zero, so padding and
 neighbours change nothing. Keys that no query of a call sees are left out. Queries lie in rows of a
-fixed tile height, several query heads of one key-value head together (row_layout.py).
+fixed tile height, several query heads of one key-value head together (row_layout.py). bfloat16 is
+computed in float32 and rounded once: on CPUs with AMX, the sums in a product of bfloat16 depend on
+the sizes of the call.
 
 On GPUs where FlashAttention-4 does not run, our Triton kernel takes the same rows
 (blocked_triton.py).
@@ -39,8 +41,9 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale:
     Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B,
     R, D], unset in the layout's padding.
     """
-    dim = q.shape[-1]
-    out: Tensor = call(_BlockedAttention, *map(pad_columns, (q, k, v)), layout, scale)
+    dim, wide = q.shape[-1], torch.promote_types(q.dtype, torch.float32)
+    padded = (pad_columns(x.to(wide)) for x in (q, k, v))
+    out = call(_BlockedAttention, *padded, layout, scale).to(q.dtype)
     return out if out.shape[-1] == dim else out[..., :dim]
 
 
@@ -54,11 +57,8 @@ def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
     num_groups, batch, rows, dim = q.shape
     keys, live = k.shape[2], unseen.shape[1]
     product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
-    return (
-        torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale)
-        .softmax(-1)
-        .to(q.dtype)
-    )
+    scores = product.view(num_groups, batch, rows, keys)[:, :, :live]
+    return torch.add(unseen, scores, alpha=scale).softmax(-1).to(q.dtype)
 
 
 class _BlockedAttention(torch.autograd.Function):

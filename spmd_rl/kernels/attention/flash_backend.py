@@ -25,8 +25,7 @@ class FlashAttention:
 
     default_page_size = 128  # the rows that a copy of keys or values brings whole
     has_splits = True
-    # True once tests/gpu/rollout/test_coded_cache.py has passed with it
-    reads_codes = False
+    reads_codes = True
     fits_prefill_graphs = True
     fuses_write = True
     has_deterministic_backward = True

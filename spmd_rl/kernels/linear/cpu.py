@@ -14,6 +14,7 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.padding import ROW_TILE, pad_columns, pad_rows, unpad_rows
 
 COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 8 * ROW_TILE)
+LARGE = 1024.0
 
 
 def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -31,12 +32,19 @@ def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rows_are_independent(
     n: int, k: int, has_bias: bool, dtype: torch.dtype, num_threads: int
 ) -> bool:
-    """Return whether a tile of rows has the same bits alone and among more; kept per process."""
+    """Return whether a tile of rows has the same bits alone and among more; kept per process.
+
+    Half of the columns hold large values whose products cancel. So another order of sums changes
+    most elements, also of products that are rounded to bfloat16.
+    """
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(*shape, generator=generator).to(dtype)
-        for shape in ((COMPARED_ROWS[-1], k), (n, k), (n,))
+        torch.randn(*shape, generator=generator) for shape in ((COMPARED_ROWS[-1], k), (n, k), (n,))
     )
+    large = torch.randperm(k, generator=generator)[: k // 4 * 2]
+    weight[:, large] = LARGE
+    x[:, large[::2]], x[:, large[1::2]] = LARGE, -LARGE
+    x, weight, bias = (part.to(dtype) for part in (x, weight, bias))
     layer = weight, bias if has_bias else None
     tiles = torch.cat([F.linear(tile, *layer) for tile in x.split(ROW_TILE)])
     return all(torch.equal(F.linear(x[:count], *layer), tiles[:count]) for count in COMPARED_ROWS)

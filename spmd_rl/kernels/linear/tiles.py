@@ -280,7 +280,14 @@ def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None
     bytes_of_step = 2 * (rows + halves * _rounded(height, 1))
     k = 2 * PART if 2 * PART * bytes_of_step <= STAGE_BYTES else PART
     stages = SHARED_BYTES // (k * bytes_of_step)
+    if not swap and _rows_behind(halves * height) > stages * rows:
+        return None
     return Share(rows, height, k, stages, stages // 2, blocks, swap)
+
+
+def _rows_behind(height: int) -> int:
+    """Return how many rows wgmma reads behind a tile. After the last one they must be x's ring."""
+    return -height % WGMMA_ROWS
 
 
 def _cost(share: Share, halves: int) -> int:

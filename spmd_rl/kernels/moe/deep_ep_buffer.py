@@ -19,7 +19,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.runtime.collectives import rows_of_ranks
 from spmd_rl.kernels.runtime.versions import installed
 
-PACKAGE = "tokenspeed-deepep"
+PACKAGE = "tokenspeed-deepep"  # as in setup.py
 VERSION = "1.2.1.post20251110"
 SIZES = (2, 4, 8)  # ranks between which its kernels of one host work
 ALIGN_BYTES, MOST_BYTES = 32, 16368  # of a row
@@ -125,8 +125,8 @@ def check_deep_ep(num_ranks: int) -> None:
         raise ConfigError(f"{at} is for {sizes} ranks that share experts, not {num_ranks}")
     if installed(PACKAGE) != VERSION:
         raise ConfigError(
-            f"{at} needs {PACKAGE} {VERSION}, not {installed(PACKAGE)}; docs/experts.md says how "
-            'to install it. "torch" needs nothing'
+            f"{at} needs {PACKAGE} {VERSION}, not {installed(PACKAGE)}: pip install -e "
+            "'.[deep_ep]' in the repository of spmd_rl, or set it to \"torch\""
         )
     if not torch.cuda.is_available():
         raise ConfigError(f'{at} needs GPUs; set it to "torch"')

@@ -19,17 +19,14 @@ from spmd_rl.kernels import linear_fp32
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
 from spmd_rl.microscope.diagnose.compare import PatchEvidence
 from spmd_rl.microscope.diagnose.kernel_names import KernelInfo
-from spmd_rl.microscope.diagnose.variants import (
-    Compute,
-    VariantInputs,
-    variants,
-    variants_from_source,
-)
+from spmd_rl.microscope.diagnose.variant_inputs import Compute, VariantInputs
+from spmd_rl.microscope.diagnose.variants import variants, variants_from_source
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.points import BEFORE, Point, definition
 from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.layers.block import NORM_OPS
 from spmd_rl.model.layers.layer import PointDef
+from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.spec import ModelSpec
 
 LOGIT_ROWS = 1024
@@ -79,7 +76,7 @@ class VariantSearch:
     """Tries variants on the recorded inputs.
 
     `model` has the weights, under Hugging Face's module names. `split` is the size of the splits of
-    keys, if a side has them.
+    keys, if a side has them, and `exponents` are the scales of keys and values in codes.
     """
 
     evidence: PatchEvidence
@@ -87,6 +84,7 @@ class VariantSearch:
     model: Any
     spec: ModelSpec
     split: int = 0
+    exponents: Exponents | None = None
 
     def matches(self, point: Point, values: ValueTap, step_of: Sequence[int]) -> list[VariantMatch]:
         """Return the variant that gives all rows of `values` at `point`.
@@ -247,6 +245,7 @@ class VariantSearch:
             temperatures=self._select(self.case.temperatures, rows),
             wanted=left[rows],
             split=self.split,
+            exponents=self.exponents,
             source=None if candidate.source is None else candidate.source[rows].to(device),
             projections=self._projections(point),
         )

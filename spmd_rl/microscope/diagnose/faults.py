@@ -18,11 +18,13 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_partial import flash_partial
+from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
 from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.linear import Linear
 
 NUM_PROCESSORS = 132  # of an H200; an automatic split wants a piece of work for each
 SPLIT_BLOCK = 64  # the fewest keys of a split
@@ -49,8 +51,7 @@ def _last_product(engine_pass: EnginePass) -> Any:
 
 def split_k(engine_pass: EnginePass) -> None:
     """The middle layer's down projection sums K in two halves."""
-    module = _last_product(engine_pass)
-    module.forward = lambda x: _halves(x, module.weight, module.bias)
+    _replace_product(_last_product(engine_pass), _halves)
 
 
 def split_k_qkv(engine_pass: EnginePass) -> None:
@@ -69,6 +70,8 @@ def _join(engine_pass: EnginePass, module: Any) -> None:
 
     def joined() -> None:
         join()
+        if module.joined is None:
+            raise ConfigError("this fault needs projections in one product, which codes keep apart")
         module.joined = InHalves(**vars(module.joined))
 
     model.fuse_projections = joined  # type: ignore[method-assign]
@@ -80,7 +83,11 @@ class InHalves(FusedProjections):
     """A joint product that sums K in two halves."""
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
-        return _halves(x, self.weight, self.bias).split(self.widths, dim=-1)
+        weight = self.weight if self.codes is None else self.codes.decoded(x.dtype)
+        whole = _halves(x, weight, self.bias)
+        if self.adapters is not None:
+            whole, _ = add_adapters(whole, x, *self.adapters, self.widths)
+        return whole.split(self.widths, dim=-1)
 
     def fuses(self, x: Tensor) -> bool:
         return True
@@ -97,8 +104,17 @@ def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def library_linear(engine_pass: EnginePass) -> None:
     """The middle layer's down projection is the library's, whose kernel depends on the rows."""
-    module = _last_product(engine_pass)
-    module.forward = lambda x: F.linear(x, module.weight, module.bias)
+    _replace_product(_last_product(engine_pass), F.linear)
+
+
+def _replace_product(module: Linear, product: Callable[..., Tensor]) -> None:
+    """Have a layer multiply otherwise, with what its codes stand for and its adapter beside it."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight = module.codes.decoded(x.dtype) if module.has_codes else module.weight
+        return module.with_adapter(x, product(x, weight, module.bias))
+
+    module.forward = forward  # type: ignore[assignment, method-assign]
 
 
 def norm_order(engine_pass: EnginePass) -> None:

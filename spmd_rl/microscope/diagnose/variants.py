@@ -5,10 +5,8 @@ Each is a function of the op's inputs, for rows that were computed together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +15,6 @@ from torch import Tensor
 
 from spmd_rl.kernels import (
     PackedAttention,
-    linear,
-    linear_fp32,
     pad_rows,
     rms_norm,
     rope,
@@ -26,53 +22,20 @@ from spmd_rl.kernels import (
     silu_mul,
     token_logprobs,
 )
+from spmd_rl.microscope.diagnose.product_variants import products
+from spmd_rl.microscope.diagnose.variant_inputs import Compute, Variant, VariantInputs
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.model.attention import head_size
+from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
 MAX_RANGES = 8
 
 
-@dataclass(frozen=True)
-class VariantInputs:
-    """Inputs of an op for the rows of one step, or for attention of one sequence from its start.
-
-    `targets` are the next tokens. `wanted` rows are those to explain. `split` is the size of
-    attention's splits of keys, or 0. For an op that computes `x` itself, `source` and `projections`
-    do so.
-    Shape: x [R, ...] each; source [R, C]; positions, targets, temperatures and wanted [R].
-    """
-
-    x: tuple[Tensor, ...]
-    module: Any
-    spec: ModelSpec
-    positions: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    wanted: Tensor
-    split: int = 0
-    source: Tensor | None = None
-    projections: tuple[Any, ...] = ()
-
-
-Compute = Callable[[VariantInputs], Tensor]
-Variant = tuple[str, Compute]
-
-
 def variants(op: str, is_product: bool = False) -> list[Variant]:
     """Return the variants of an op; of a product with a weight, those of any product."""
-    return _products(op) if is_product else _OTHERS.get(op, [])
-
-
-def _products(op: str = "") -> list[Variant]:
-    """Return the variants of a product with a weight; of the head's, if `op` is "logits"."""
-    exact = ("the contract's product", partial(_product, _head if op == "logits" else linear))
-    parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
-    library = ("the library's product of that many rows", partial(_product, F.linear))
-    padded = ("the library's product, rows padded", partial(_product, _padded))
-    rounded = [("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))]
-    return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
+    return products(op) if is_product else _OTHERS.get(op, [])
 
 
 def variants_from_source(op: str) -> list[Variant]:
@@ -82,7 +45,7 @@ def variants_from_source(op: str) -> list[Variant]:
     """
     return [
         (f"{product}, then {rest}", partial(_after_products, multiply, compute))
-        for product, multiply in _products()
+        for product, multiply in products()
         for rest, compute in variants(op)
     ]
 
@@ -93,30 +56,6 @@ def _after_products(multiply: Compute, compute: Compute, inputs: VariantInputs) 
     return compute(
         replace(inputs, x=tuple(multiply(replace(alone, module=one)) for one in inputs.projections))
     )
-
-
-def _product(product: Callable[..., Tensor], inputs: VariantInputs) -> Tensor:
-    return product(inputs.x[0], inputs.module.weight, getattr(inputs.module, "bias", None))
-
-
-def _head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear_fp32(x, weight)
-
-
-def _rounded_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear_fp32(x, weight).bfloat16()
-
-
-def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(pad_rows(x), weight, bias)[: len(x)]
-
-
-def _in_parts(count: int, inputs: VariantInputs) -> Tensor:
-    x, weight = inputs.x[0], inputs.module.weight
-    parts = zip(x.tensor_split(count, 1), weight.tensor_split(count, 1), strict=True)
-    total = torch.stack([linear_fp32(part, columns) for part, columns in parts]).sum(0)
-    bias = getattr(inputs.module, "bias", None)
-    return (total if bias is None else total + bias).to(x.dtype)
 
 
 def _normed(inputs: VariantInputs) -> Tensor:
@@ -193,9 +132,10 @@ def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
     return x.unflatten(1, (-1, head_size(spec)))
 
 
-def _attended(inputs: VariantInputs, split: int = 0) -> Tensor:
+def _attended(inputs: VariantInputs, split: int = 0, exponents: Exponents | None = None) -> Tensor:
     q, k, v = (_heads(x, inputs.spec) for x in inputs.x)
-    attend = PackedAttention(np.array([len(q)], np.int32), device=q.device, split=split)
+    lengths = np.array([len(q)], np.int32)
+    attend = PackedAttention(lengths, device=q.device, split=split, exponents=exponents)
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
     return attend(0, q, k, v)[: len(inputs.positions)]
 
@@ -292,6 +232,10 @@ _ATTENTION: list[Variant] = [
     (
         "softmaxes of splits of one size, merged in order, the contract's",
         lambda inputs: _attended(inputs, inputs.split),
+    ),
+    (
+        "the contract's softmax over keys and values rounded to codes of 8 bits",
+        lambda inputs: _attended(inputs, inputs.split, inputs.exponents),
     ),
     ("the library's scaled-dot-product attention", _library_attended),
     *(

@@ -48,9 +48,9 @@ class DumpPass:
         scored, all_rows = (first, first + len(positions)), (start, start + len(rows))
         for point in self.dump.points:
             x = self.dump.read(point, *(scored if point.op in SCORED_OPS else all_rows))
-            tap.observe(point, _as_observed(point, x).to(self.device))
+            tap.observe(point, as_observed(point, x).to(self.device))
 
 
-def _as_observed(point: Point, x: Tensor) -> Tensor:
+def as_observed(point: Point, x: Tensor) -> Tensor:
     """Return `x` in the shape in which a pass shows it: log-probs are a vector."""
     return x[:, 0] if point.op == "logprob" else x

@@ -5,13 +5,13 @@ Shape letters: N tokens of all sequences end to end, M rows that have logits.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from spmd_rl.config.likely import likely_name
 from spmd_rl.errors import DataError
 from spmd_rl.microscope.taps.points import (
     AFTER_LAYERS,
@@ -165,5 +165,5 @@ def _nearest(name: str, spec: ModelSpec) -> str:
         *AFTER_LAYERS,
         *(tensor_name(Point(n, op)) for n in range(spec.num_layers) for op in _layer_ops()),
     ]
-    found = difflib.get_close_matches(name[:MAX_CHARACTERS], known, n=1)
-    return f"; the nearest is {found[0]!r}" if found else ""
+    likely = likely_name(name, known)
+    return f"; the nearest is {likely!r}" if likely else ""

@@ -34,7 +34,7 @@ def write_report(examination: Examination, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     setup, data = examination.setup, as_data(examination)
-    name = "-".join(setup.names) + (f".{setup.planted}" if setup.planted else "")
+    name = "-".join(setup.names).replace(" ", "-") + (f".{setup.planted}" if setup.planted else "")
     write_atomically(folder / f"{name}.json", _as_json(data))
     write_atomically(folder / f"{name}.html", render(data))
     return folder / f"{name}.html"
@@ -64,6 +64,7 @@ def as_data(examination: Examination) -> dict[str, Any]:
 def _setup_data(setup: ReplaySetup) -> dict[str, Any]:
     return {
         "notes": list(setup.notes),
+        "limits": list(setup.limits),
         "run": setup.run,
         "command": setup.command,
         "left": setup.left.name,

@@ -31,6 +31,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
 from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
 from spmd_rl.rollout.native.tp.head_draw import Sampler
 
@@ -56,8 +57,11 @@ class EnginePass:
     rows_are_distinct = False
     is_recorded = False
 
-    def __init__(self, model: CausalLM, cfg: NativeEngineConfig) -> None:
-        self.model = model
+    def __init__(
+        self, model: CausalLM, cfg: NativeEngineConfig, experts: ExpertRanks | None = None
+    ) -> None:
+        """Where ranks share the model or its `experts`, all of them run it with the same case."""
+        self.model, self.experts = model, experts
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.cfg = replace(cfg, dtype=str(self.dtype).removeprefix("torch."))
@@ -101,6 +105,7 @@ class EngineReplay:
             device,
             sampler=self._sample,
             before_step=self._before_step,
+            experts=engine_pass.experts,
         )
         self.engine.sink().commit(VERSION)
         self.provenance = KvProvenance(case, self.engine.num_pages, self.engine.page_size)

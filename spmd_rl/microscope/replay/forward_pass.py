@@ -16,16 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.hooks import Observe, hook_model, hook_modules
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
-from spmd_rl.model.hf import load_weights
+from spmd_rl.model.hf import fill, load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
+from spmd_rl.model.layers.moe_module import mixtures
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import WHOLE, ModelPart
+from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.train import shared_prefix
@@ -42,16 +48,18 @@ class ForwardPass(Protocol):
     """One side of a comparison.
 
     `name` is its name in the report. `model` has the weights under Hugging Face's module names, or
-    is None. `dtype` is that of its activations. `rows_are_distinct` is set if no row stands for a
-    prompt that several sequences share, and `is_recorded` if it was run elsewhere, so that nothing
-    can be patched in. `split` is the size of attention's splits of keys, or 0. `facts` are counts
-    of the last run. `problems` are sentences on what went wrong in it besides arithmetic.
+    is None. `dtype` is that of its activations, which lie on `device`. `rows_are_distinct` is set
+    if no row stands for a prompt that several sequences share, and `is_recorded` if it was run
+    elsewhere, so that nothing can be patched in. `split` is the size of attention's splits of keys,
+    or 0. `facts` are counts of the last run. `problems` are sentences on what went wrong in it
+    besides arithmetic.
     """
 
     name: str
     rows_are_distinct: bool
     is_recorded: bool
     model: Any
+    device: torch.device
     dtype: torch.dtype
     split: int
     facts: dict[str, int]
@@ -67,18 +75,32 @@ def load_model(
     weights: WeightFormat = "full",
     exponents: Exponents | None = None,
     row_shards: int = 1,
+    *,
+    lora: LoraConfig = NO_LORA,
+    holds: bool = False,
+    part: ModelPart = WHOLE,
+    experts: ProcessGroup | None = None,
 ) -> CausalLM:
     """Return the shared network with the folder's weights, rounded where `weights` says so. It sums
-    as `row_shards` says (model/spec.py).
+    as `row_shards` says (model/spec.py), and has the adapters in the folder of `lora`.
 
-    With `exponents`, keys and values are rounded too.
-    Raises: ConfigError if the folder does not serve.
+    With `exponents`, keys and values are rounded too. If it `holds` codes, it computes with them,
+    as an engine does. It may be a `part` of the model, or one of the ranks that share `experts`.
+    Raises: ConfigError if a folder does not serve.
     """
     with torch.device("meta"):
         spec = replace(read_spec(folder), row_shards=row_shards)
-        model = CausalLM(spec, exponents=exponents)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    load_weights(model, folder, weights)
+        model = CausalLM(spec, lora, exponents, part).to(dtype).requires_grad_(False)
+        if holds:
+            hold_codes(model, spec, weights)
+        if experts is not None:
+            for mixture in mixtures(model):
+                mixture.split(experts)
+    model = model.to_empty(device=device)
+    own = None if experts is None else dict(model.named_parameters())
+    load_weights(model, folder, weights, own)
+    if lora.rank:
+        fill(model, read_adapters(lora, spec))
     return model
 
 

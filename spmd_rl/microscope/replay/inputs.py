@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
@@ -50,7 +51,9 @@ class RecordedSample:
 def run_settings(run: Path) -> dict[str, Any]:
     """Return the run's config. Raises: ConfigError if the folder is not that of a run."""
     if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} is not the folder of a run: it has no config.toml")
+        raise ConfigError(
+            f"{run} is not the folder of a run: it has no config.toml{did_you_mean_path(run)}"
+        )
     return read_toml(run / "config.toml")
 
 
@@ -109,9 +112,8 @@ def case_of_samples(
     """Return the case of `samples`. Raises: DataError for one that the model cannot take."""
     tokenizer = load_tokenizer(model)
     seed = settings.get("run", {}).get("seed", 0)
-    drawn = settings.get("sampling", {})
-    sampling = _sampling_config(drawn)
-    if replace(sampling, replay_filters=drawn.get("replay_filters", False)).replays:
+    sampling = _sampling_config(settings.get("sampling", {}))
+    if sampling.replays:
         # they are those over kept sets, and a replay scores over the whole vocabulary
         samples = [replace(sample, logprobs=None) for sample in samples]
     sequences = [_recorded_sequence(sample, sampling, seed) for sample in samples]
@@ -121,6 +123,7 @@ def case_of_samples(
 def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
     """Return what draws a token in a run; when a sample ends is known from the sample."""
     drawn = {key: settings.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    drawn["replay_filters"] = settings.get("replay_filters", False)
     return SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
 
 

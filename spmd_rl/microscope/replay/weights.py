@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.replay.inputs import find_samples
+from spmd_rl.model.hf import model_weights, random_weights, save_folder
+from spmd_rl.model.json_fields import Fields, read_object
+from spmd_rl.model.linear import merged
+from spmd_rl.model.lora import NO_LORA, TARGETS, A, B, LoraConfig
+from spmd_rl.model.low_precision.coded_tensors import as_rounded
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.peft_folder import read_adapters
+from spmd_rl.model.read import ADAPTER, read_spec
 from spmd_rl.model.weight_files import has_weights
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE, read_index
 from spmd_rl.train.checkpoint.export import export_saved
@@ -17,11 +28,82 @@ from spmd_rl.train.checkpoint.export import export_saved
 
 @dataclass(frozen=True)
 class ReplayWeights:
-    """A folder with weights. `drew_samples` is set if the samples were drawn by these weights."""
+    """A folder with weights, beside which there may be the adapters in the folder of `lora`.
+
+    `drew_samples` is set if the samples were drawn by these weights.
+    """
 
     folder: Path
     description: str
     drew_samples: bool = False
+    lora: LoraConfig = NO_LORA
+
+    def on_base(self, trainer: Mapping[str, Any], temporary: Path) -> ReplayWeights:
+        """Return adapters with their base, if the folder holds adapters alone.
+
+        A base that a run drew at random is written to `temporary`. `trainer` has its settings.
+        """
+        if not _holds_adapters(self.folder):
+            return self
+        is_merged = trainer.get("lora", {}).get("merged_push", False)
+        lora, base = _lora_of(self.folder, is_merged), _base_of(self.folder)
+        description = f"{self.description}: adapters on {base}"
+        if trainer.get("init") == "random":
+            seed, like, base = trainer.get("seed", 0), base, temporary / "base"
+            save_folder(base, like, random_weights(read_spec(like), seed))
+            description += f", with random weights of seed {seed}"
+        return replace(self, folder=base, description=description, lora=lora)
+
+    def plain(self, weights: WeightFormat, dtype: torch.dtype, temporary: Path) -> Path:
+        """Return a folder for programs without adapters and codes, perhaps one in `temporary`.
+
+        It has what the codes stand for, and adapters merged into a base of `dtype`, as by a push.
+        """
+        folder, spec = temporary / "plain", read_spec(self.folder)
+        if not self.lora.rank and weights == "full":
+            return self.folder
+        if not folder.exists():
+            tensors = model_weights(self.folder, spec.parameter_shapes())
+            adapters = dict(read_adapters(self.lora, spec)) if self.lora.rank else {}
+            rounded = as_rounded(tensors, spec, weights)
+            save_folder(folder, self.folder, _merged(rounded, adapters, self.lora, dtype))
+        return folder
+
+
+def _merged(
+    base: Iterable[tuple[str, Tensor]],
+    adapters: Mapping[str, Tensor],
+    lora: LoraConfig,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in base:
+        layer = name.removesuffix(".weight")
+        a, b = (adapters.get(f"{layer}.{one}.weight") for one in (A, B))
+        if a is not None and b is not None:
+            tensor = merged(tensor.to(dtype), a.float(), b.float(), lora.scale)
+        yield name, tensor
+
+
+def _lora_of(folder: Path, merged_push: bool) -> LoraConfig:
+    config = Fields(str(folder / ADAPTER), read_object(folder / ADAPTER))
+    targets = config.value("target_modules")
+    return LoraConfig(
+        config.count("r"),
+        config.number("lora_alpha", 8.0),  # PEFT's default
+        tuple(name for name in TARGETS if name in targets),
+        str(folder),
+        merged_push,
+    )
+
+
+def _holds_adapters(folder: Path) -> bool:
+    return not has_weights(folder) and (folder / ADAPTER).is_file()
+
+
+def _base_of(folder: Path) -> Path:
+    """Return the folder of the base that the adapters in `folder` name."""
+    config = Fields(str(folder / ADAPTER), read_object(folder / ADAPTER))
+    return Path(str(config.value("base_model_name_or_path")))
 
 
 def final_weights(run: Path) -> ReplayWeights:
@@ -29,7 +111,7 @@ def final_weights(run: Path) -> ReplayWeights:
 
     Raises: ConfigError if the run exported no weights.
     """
-    if not has_weights(run / "hf"):
+    if not (has_weights(run / "hf") or _holds_adapters(run / "hf")):
         raise ConfigError(
             f"{run} has no weights to replay: {run / 'hf'} holds none, so name a model with --model"
         )
@@ -53,8 +135,7 @@ def sampling_weights(
             f"{last.description}; the samples were drawn by {names}, "
             "of which there is no checkpoint",
         )
-    like = run / "hf" if has_weights(run / "hf") else Path(str(settings.get("model", "")))
-    export_saved(saved, like, folder)
+    export_saved(saved, _like(run, settings), folder)
     description = f"the weights that drew the samples, {names}, from {saved}"
     return ReplayWeights(folder, description, drew_samples=True)
 
@@ -68,6 +149,13 @@ def step_to_confirm(run: Path) -> int | None:
             if all(sample.versions == {record.next_step} for sample in drawn):
                 return step
     return None
+
+
+def _like(run: Path, settings: dict[str, Any]) -> Path:
+    """Return a folder with the config and the tokenizer of the run's model."""
+    if _holds_adapters(run / "hf"):
+        return _base_of(run / "hf")
+    return run / "hf" if has_weights(run / "hf") else Path(str(settings.get("model", "")))
 
 
 def _list_versions(versions: Set[int]) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from spmd_rl.model.held.tensor import Along, part_box
 from spmd_rl.model.layers.layer import TensorSpec
-from spmd_rl.model.shard import shard_box
 from spmd_rl.weights.plan.layout import Box, Dims, range_box
 
 Range = tuple[int, int]  # first row, and the row after the last
@@ -65,7 +65,7 @@ class Joined:
         row = 0
         for name in self.names:
             one = tensors[name]
-            box = shard_box(one, rank.index, rank.count)
+            box = part_box(one, Along(rank.index, rank.count))
             if box.extent[0] > 0:
                 yield Part(name, one.shape, box, (row, row + box.extent[0]))
             row += box.extent[0]

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.shard import shard_box
-from spmd_rl.model.spec import EMBEDDING, ModelSpec
+from spmd_rl.model.held.held import ENGINE, TRAINER, VOCAB_SHARDS, parts
+from spmd_rl.model.held.tensor import Along
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.plan.layout import Box
 
 if TYPE_CHECKING:
     from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange
 
 ROW_SHARDS = (1, 2, 4, 8)  # numbers of ranks that may share a model with equal bits
-VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,7 @@ class ModelPart:
 
     def boxes(self, spec: ModelSpec) -> Mapping[str, Box]:
         """Return the box of each parameter that this part has."""
-        whole = (
-            replace(one, cut=None) if one.name == EMBEDDING and not self.trains else one
-            for one in spec.parameters()
-        )
-        return {one.name: shard_box(one, self.index, self.count, VOCAB_SHARDS) for one in whole}
+        return parts(spec, Along(self.index, self.count), TRAINER if self.trains else ENGINE)
 
     def embedded(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the embedding of this part."""
@@ -83,6 +79,8 @@ def num_own_parts(spec: ModelSpec, tp: int = 1) -> int:
 
 def row_shards_of_run(settings: Mapping[str, Any]) -> int:
     """Return the `row_shards` of a run's models, from its settings as plain data."""
+    if asked := settings.get("run", {}).get("row_shards", 0):
+        return int(asked)
     split = settings.get("split", {})
     is_native = settings.get("engine", {}).get("kind", "native") == "native"
     # FSDP2's layers are ours, and Megatron-core's may be those of transformer-engine
@@ -106,7 +104,7 @@ def check_parts(spec: ModelSpec, count: int, at: str) -> None:
     if count not in ROW_SHARDS:
         raise ConfigError(f"{at}: sums have equal bits over 2, 4 or 8 ranks alone")
     if spec.num_experts:
-        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set tp to 1")
+        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set it to 1")
     for one in spec.distinct_tensors():
         if one.cut is None:
             continue

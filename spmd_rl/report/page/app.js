@@ -46,6 +46,7 @@ function summary(run) {
     `${number(steps)} ${steps === 1 ? "step" : "steps"}`,
     run.wall_s === null ? null : `in ${duration(run.wall_s)}${timeBeforeStep1(run)}`,
     `page written ${made} UTC`,
+    data.reload_s ? "the run goes on, so this page reloads itself" : null,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -121,3 +122,13 @@ new ResizeObserver(() => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   if (timeline.redraw) timeline.redraw();
 });
+
+// A run that goes on writes newer pages, the last one without a reload. Who is at work on this one is left alone.
+if (data.reload_s) {
+  const pause = 1000 * data.reload_s;
+  let touched = 0;
+  for (const kind of ["pointerdown", "keydown", "wheel"]) addEventListener(kind, () => (touched = Date.now()), { passive: true });
+  setInterval(() => {
+    if (!document.hidden && Date.now() - touched > pause) location.reload();
+  }, pause);
+}

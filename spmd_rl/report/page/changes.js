@@ -40,7 +40,16 @@ function answerCard(title, findings, otherwise) {
 }
 
 function findingList(findings) {
-  return el("ul", {}, findings.map(({ mood, text }) => el("li", { class: mood }, text)));
+  return el("ul", {}, findings.map(({ mood, text }) => el("li", { class: mood }, withLinks(text))));
+}
+
+// Words between backticks as code, and pages of docs/ as links where they lie beside this page's folder.
+function withLinks(text) {
+  return text.split(/(`[^`]+`|docs\/[\w-]+\.md(?:#[\w-]+)?)/).map((part, i) => {
+    if (i % 2 === 0) return part;
+    if (part.startsWith("`")) return el("code", {}, part.slice(1, -1));
+    return data.docs ? el("a", { href: data.docs + part }, part) : part;
+  });
 }
 
 function turnedNote({ set, first, last, num_prompts, num_right, num_wrong }) {

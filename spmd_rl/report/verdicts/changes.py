@@ -52,6 +52,11 @@ class Score(NamedTuple):
         return best != last and best != first
 
     @property
+    def still_improves(self) -> bool:
+        """Whether the last mean is the best, and beyond the noise better than the one before."""
+        return self.best == len(self.means) - 1 and self.means[-1].differs(self.means[-2])
+
+    @property
     def has_lost(self) -> bool:
         """Whether the loss since the best counts: beyond the noise, or much of what was gained."""
         first, last, best = self.means[0], self.means[-1], self.means[self.best]
@@ -106,7 +111,11 @@ def _in_training(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
     what, better = IN_TRAINING[name]
     parts = parts_of[name]
     means = [mean_of(part, name) for part in parts]
-    yield _finding(Score(f"{what}:", means, [_place(part) for part in parts], better), setup)
+    score = Score(f"{what}:", means, [_place(part) for part in parts], better)
+    found, more = _finding(score, setup), setup.named("steps")
+    if score.still_improves and more and steps[-1]["step"] == setup.settings["steps"]:
+        found = found._replace(advice=(f"It still improves at the end: raise {more}",))
+    yield found
 
 
 def _place(rows: Sequence[Row]) -> str:
@@ -164,9 +173,6 @@ def _of_all(
     stands_still = "flat" in moods and not {"good", "bad", "mixed"} & moods and not looks
     if stands_still and (rate := setup.named("trainer.lr")):
         yield Finding("", "", (f"Multiply {rate} by three, or take more steps: {NOT_MOVING}",))
-    if moods == {"good"} and not any(one.mood == "bad" for one in looks) and done == planned:
-        steps = setup.named("steps")
-        yield Finding("", "", (f"If the curves still improve at the end, raise {steps}",))
     has_evaluation = any(name.startswith("eval/") for row in rows for name in row)
     if done > 0 and not has_evaluation and "eval.every" in setup.settings:
         yield Finding(

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 Mood = Literal["good", "mixed", "bad", "flat", ""]
 
 NOT_MOVING = "docs/hyperparameters.md#the-reward-does-not-move"
+SOLVED = "docs/hyperparameters.md#prompts-that-are-solved"
 _SIZES = ("prompts_per_step", "pairs_per_step")  # a recipe has one of them
 
 

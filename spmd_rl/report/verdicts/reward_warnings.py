@@ -11,6 +11,7 @@ FIRST_STEPS = 3  # steps without any difference in reward at the start of a run 
 FLAT_STEPS = 20  # the same, in a row, later in the run
 MOVING_STEPS = 50  # the steps whose two halves are compared
 MIN_STANDARD_ERRORS = 2.0  # by which the means of the halves must differ
+SOLVED_REWARD = 0.9  # mean from which a run whose rewards are from 0 to 1 has solved its prompts
 PAGE = "docs/hyperparameters.md"
 
 
@@ -35,13 +36,26 @@ class RewardWarnings:
         self._differed = self._differed or not all_equal
         if self._num_flat == (FLAT_STEPS if self._differed else FIRST_STEPS):
             yield self._flat_warning()
-        if len(self._rewards) == MOVING_STEPS and self._differed and not moved(self._rewards):
+        is_time = len(self._rewards) == MOVING_STEPS and self._differed
+        if is_time and not moved(self._rewards) and not self._is_solved(MOVING_STEPS):
             yield self._standstill_warning()
 
+    def _is_solved(self, num_steps: int) -> bool:
+        """Whether almost all samples of the last steps had the highest reward, if that is 1."""
+        if min(self._rewards) < 0 or max(self._rewards) > 1:
+            return False
+        return fmean(self._rewards[-num_steps:]) >= SOLVED_REWARD
+
     def _flat_warning(self) -> str:
-        return (
+        flat = (
             f"in {self._num_flat} steps, all samples of every prompt had the same reward, so "
-            f"nothing was learned: look at the samples in {self._samples}, and at "
+            "nothing was learned"
+        )
+        if self._is_solved(self._num_flat):
+            mean = fmean(self._rewards[-self._num_flat :])
+            return f"{flat}: the mean is {mean:.3g}, so take harder prompts ({PAGE})"
+        return (
+            f"{flat}: look at the samples in {self._samples}, and at "
             f"{self._named('reward', 'sampling.max_tokens', 'sampling.temperature')} ({PAGE})"
         )
 

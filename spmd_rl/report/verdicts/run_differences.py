@@ -1,4 +1,7 @@
-"""Which of several runs is ahead in a score, and whether by more than its noise."""
+"""Which of several runs is ahead in a score, and whether by more than its noise.
+
+Runs of different lengths are compared up to the last step that all of them have.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,59 @@ Row = dict[str, Any]
 
 def run_differences(rows_of: Mapping[str, Sequence[Row]]) -> list[dict[str, str]]:
     """Return a finding on each score that two runs or more have. Keys are the names of the runs."""
-    return [one._asdict() for one in (*_evaluations(rows_of), *_in_training(rows_of))]
+    common = {run: up_to_common_step(rows, rows_of) for run, rows in rows_of.items()}
+    found = (*_lengths(rows_of), *_evaluations(common), *_in_training(common))
+    return [one._asdict() for one in found]
+
+
+def up_to_common_step(rows: Sequence[Row], rows_of: Mapping[str, Sequence[Row]]) -> Sequence[Row]:
+    """Return the rows of a run up to the last step that all runs have.
+
+    They are all of them where the runs have no step in common.
+    """
+    common = _common_step(rows_of)
+    return rows if common is None else [row for row in rows if row["step"] <= common]
+
+
+def _common_step(rows_of: Mapping[str, Sequence[Row]]) -> int | None:
+    """Return the last step that all runs with training steps have; None where there is none."""
+    steps = [[row["step"] for row in training_rows(rows)] for rows in rows_of.values()]
+    known = [one for one in steps if one]
+    last = min((one[-1] for one in known), default=0)
+    return last if last >= max((one[0] for one in known), default=math.inf) else None
+
+
+def _lengths(rows_of: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
+    """Yield that the runs have different lengths, and where they are compared then."""
+    last = {run: rows[-1]["step"] for run, rows in rows_of.items() if training_rows(rows)}
+    if len(set(last.values())) < 2:
+        return
+    listed = ", ".join(f"{run} has {step:,}" for run, step in last.items())
+    if (common := _common_step(rows_of)) is None:
+        yield Finding("bad", f"The runs have no step in common, and each is taken whole: {listed}")
+    else:
+        yield Finding("", f"The runs are compared at step {common:,}, the last of all: {listed}")
 
 
 def _evaluations(rows_of: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
     metrics = {name for rows in rows_of.values() for row in rows for name in row}
     for name in sorted(metrics):
         if match := SCORE_OF_SET.fullmatch(name):
-            last = {run: _last(rows, name) for run, rows in rows_of.items()}
-            what = f"Last evaluation {match[1]}: {match[2].replace('_', ' ')}"
-            yield from _ahead(what, last, MAIN_SCORES[match[2]])
+            found = {
+                run: {row["step"]: row for row in rows if is_number(row.get(name))}
+                for run, rows in rows_of.items()
+            }
+            last = _last_common({run: by_step for run, by_step in found.items() if by_step})
+            means = {run: evaluation_mean(row, name) for run, row in last.items()}
+            steps = " and ".join(str(step) for step in {row["step"]: 0 for row in last.values()})
+            what = f"Evaluation {match[1]} at step {steps}: {match[2].replace('_', ' ')}"
+            yield from _ahead(what, means, MAIN_SCORES[match[2]])
 
 
-def _last(rows: Sequence[Row], name: str) -> Mean | None:
-    found = [row for row in rows if is_number(row.get(name))]
-    return evaluation_mean(found[-1], name) if found else None
+def _last_common(rows_of: Mapping[str, Mapping[int, Row]]) -> dict[str, Row]:
+    """Return each run's row of the last step that all have; else of its own last one."""
+    common = set.intersection(*map(set, rows_of.values()))
+    return {run: by_step[max(common or by_step)] for run, by_step in rows_of.items()}
 
 
 def _in_training(rows_of: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from spmd_rl.report.means import fifths, latest_mean, mean_of
 from spmd_rl.report.pictures.time_axes import is_number
-from spmd_rl.report.verdicts.findings import NOT_MOVING, Finding, Setup
+from spmd_rl.report.samples import failed_errors
+from spmd_rl.report.verdicts.findings import NOT_MOVING, SOLVED, Finding, Setup
+from spmd_rl.types.failures import told_causes
 
 Row = dict[str, Any]
 
@@ -15,6 +17,7 @@ MANY_TRUNCATED = 0.1  # share of responses from which it is a warning
 MANY_SOLVED = 0.5  # share of prompts with rewards of 1 only, or without a reward
 LONGER = 2.0  # factor in length that is a warning
 FAR = 1.0  # nats per token from the reference that are a warning
+MAX_READ = 20  # files of samples
 _REJECTED = "rollout/rejected_"
 
 
@@ -23,6 +26,7 @@ def signs(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
     yield from _failed(steps, setup)
     yield from _mismatched(steps, setup)
     yield from _without_difference(steps, setup)
+    yield from _without_gradient(steps, setup)
     yield from _lengths(steps, setup)
     yield from _divergence(steps, setup)
     yield from _rejected(steps)
@@ -33,8 +37,17 @@ def _failed(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"{failed:,.0f} samples failed, and nothing was learned from them",
-            (f"Read `error` in the lines of {setup.folder.name}/samples: docs/failures.md",),
+            (*_causes(steps, setup), f"Read more in {setup.folder}/samples: docs/failures.md"),
         )
+
+
+def _causes(steps: Sequence[Row], setup: Setup) -> Iterator[str]:
+    """Yield why samples failed, as the files of the last steps with failures say."""
+    failed = [row["step"] for row in steps if row.get("reward/failed_samples")]
+    read = failed[-MAX_READ:]
+    errors = (error for step in read for error in failed_errors(setup.folder, step))
+    for line in told_causes(errors):
+        yield f"Failed in the last {len(read)} steps with failures: {line}"
 
 
 def _mismatched(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
@@ -69,8 +82,25 @@ def _without_difference(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]
         yield Finding(
             "flat",
             f"{solved:.0%} of the last prompts had rewards of 1 only, and taught nothing",
-            (f"Take harder prompts, because what is solved gives no gradient: {NOT_MOVING}",),
+            (f"Take harder prompts, because what is solved gives no gradient: {SOLVED}",),
         )
+
+
+def _without_gradient(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
+    """Yield how many steps learned nothing, and how many of these had only tokens too old."""
+    empty = [row for row in steps if row.get("train/grad_norm") == 0]
+    if not empty:
+        return
+    text = f"{len(empty):,} of {len(steps):,} steps learned nothing: their gradient norm is 0"
+    masked = sum(row.get("version/masked_share") == 1 for row in empty)
+    if not masked:
+        yield Finding("flat", text)
+        return
+    yield Finding(
+        "bad",
+        f"{text}, and in {masked:,} of them mask_lag left out all tokens",
+        (f"Raise {setup.named('mask_lag') or 'mask_lag'}, so that carried groups teach too",),
+    )
 
 
 def _lengths(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import math
 
 from spmd_rl.errors import DataError
 from spmd_rl.types.prompts import Prompt, prompt_name
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import GIVEN, Sample
 
 
 def environment(prompt: Prompt, sample: Sample) -> dict[str, float]:
@@ -14,6 +14,8 @@ def environment(prompt: Prompt, sample: Sample) -> dict[str, float]:
 
     Raises: DataError for a sample that has none.
     """
+    if given := sample.metadata.get(GIVEN):
+        return dict(given)
     if not math.isfinite(sample.reward):
         raise DataError(
             f"{prompt_name(prompt.uid)} sample {sample.index}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import MODEL, Sample
@@ -16,9 +18,17 @@ def final_text(prompt: Prompt, sample: Sample) -> str:
 
     A turn without a tag is no thought, unless what stands before it has opened one.
     """
-    _, closed, rest = sample.answer.rpartition(END_OF_THINKING)
-    is_open = THINKING in rest or (not closed and _begins_in_thought(prompt, sample))
-    return "" if is_open else rest
+    return split_thought(sample.answer, begins_in_thought(prompt.text, sample.messages))[1]
+
+
+def split_thought(text: str, is_begun: bool) -> tuple[str, str]:
+    """Return the thought of a turn, and what follows it; all is thought where none is closed.
+
+    `is_begun` says that the turn goes on with a thought.
+    """
+    before, closed, rest = text.rpartition(END_OF_THINKING)
+    is_open = THINKING in rest or (is_begun and not closed)
+    return (text, "") if is_open else (before, rest)
 
 
 def final_answer(prompt: Prompt, sample: Sample) -> str:
@@ -36,13 +46,14 @@ def opens_thought(text: str) -> bool:
     return text.rstrip().endswith(THINKING)
 
 
-def _begins_in_thought(prompt: Prompt, sample: Sample) -> bool:
+def begins_in_thought(prompt: str, messages: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether the last turn goes on with a thought that was begun before it.
 
-    What tools say opens and closes nothing, but for a tag at its end, which a template has written.
+    `messages` are those after the prompt, up to this turn. What tools say opens and closes nothing,
+    but for a tag at its end, which a template has written.
     """
-    begins = is_open = opens_thought(prompt.text)
-    for message in sample.messages:
+    begins = is_open = opens_thought(prompt)
+    for message in messages:
         text = str(message.get("content") or "")
         if message.get("role") == MODEL:
             begins = is_open

@@ -73,7 +73,8 @@ class Admission:
         forks: bool,
     ) -> None:
         self.num_delayed = 0
-        self.admitted: list[int] = []  # rows since the last `take_admitted`
+        # rows since the last `take_admitted`, and the tokens of each that were computed before
+        self.admitted: list[tuple[int, int]] = []
         self._waiting = waiting
         self._running = running
         self._table = table
@@ -98,7 +99,7 @@ class Admission:
                 self._waiting.appendleft(request)
                 break
             self._running.append(row)
-            self.admitted.append(row)
+            self.admitted.append((row, int(self._table.num_computed[row])))
             self._add_work(row, request, budget, work)
         self._waiting.extendleft(reversed(work.delayed))
         self.num_delayed = len(work.delayed)
@@ -148,6 +149,8 @@ class Admission:
         row = self._table.add(request, allocation.pages, num_computed=num_cached, stop_ids=stop_ids)
         self._prefixes.add_row(row, prefix)
         self._counters.add_admissions(1, request.num_tokens, num_cached)
+        if len(request.past):  # all but its last token had been computed
+            self._counters.num_recomputed_tokens += request.num_tokens - 1 - num_cached
         if allocation.tail_copy is None:
             self._prefixes.begin_tail(row, prefix, request.num_tokens)
         else:
@@ -199,7 +202,7 @@ class Admission:
             self._pool.retain(shared)
             self._prefixes.copy_row(row, parent)
         self._running += rows
-        self.admitted += rows
+        self.admitted += [(row, request.num_tokens) for row in rows]
         self._counters.num_forks += len(rows)
         self._counters.add_admissions(len(rows), request.num_tokens, request.num_tokens)
         return rows

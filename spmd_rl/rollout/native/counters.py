@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class SchedulerCounters:
     """Totals since the engine was made.
 
-    A backlog step leaves requests waiting. `num_backlog_rows` sums the running rows of such steps.
+    `num_recomputed_tokens` are those of requests that began again, after an eviction, a push or a
+    stop, whose keys and values were no longer in the cache. A backlog step leaves requests waiting.
+    `num_backlog_rows` sums the running rows of such steps.
     """
 
     num_submitted: int = 0
@@ -20,6 +22,7 @@ class SchedulerCounters:
     num_partial_chunks: int = 0
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_copied_tails: int = 0
     num_forks: int = 0
     num_scheduled_tokens: int = 0

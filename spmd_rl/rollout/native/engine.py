@@ -145,7 +145,7 @@ class NativeEngine:
             started = self.scheduler.take_admitted()
             if self._async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
-            output = self._collect(launched, started)
+            output = self._collect(launched, *started)
         except BaseException:
             self._reset()
             raise
@@ -268,11 +268,14 @@ class NativeEngine:
         self._num_steps += 1
         return InFlightStep(rows, self.table.sequence_id[rows], version, sampled)
 
-    def _collect(self, step: InFlightStep | None, started: list[tuple[int, int]]) -> StepOutput:
+    def _collect(
+        self, step: InFlightStep | None, started: list[tuple[int, int]], cached: list[int]
+    ) -> StepOutput:
         """Write what `step` sampled to the table, for rows that still hold the same sequences."""
         if step is None:
             nothing = np.zeros(0, np.int64)
-            return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), [], started)
+            no_logprobs = np.zeros(0, np.float32)
+            return StepOutput(nothing, nothing, nothing, no_logprobs, [], started, cached)
         rows, sampled = step.rows, step.sampled.wait()
         is_same = self.table.sequence_id[rows] == step.sequence_ids
         if not is_same.all():
@@ -286,7 +289,7 @@ class NativeEngine:
         self._num_generated += len(rows)
         uids, indices = self.table.uid[rows], self.table.index[rows]
         finished = self._finish(rows, tokens)
-        return StepOutput(uids, indices, tokens, logprobs, finished, started)
+        return StepOutput(uids, indices, tokens, logprobs, finished, started, cached)
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:
         """Remove the rows whose newest token was their last, and return their samples."""

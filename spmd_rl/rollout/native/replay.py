@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import InFlightStep, NativeEngine
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.prefill_graphs import PREFILL_SIZES
 from spmd_rl.rollout.native.step_plan import StepPlan
@@ -48,8 +49,9 @@ class ReplayEngine(NativeEngine):
         *,
         sampler: Sampler,
         before_step: Callable[[ReplayStep], None],
+        experts: ExpertRanks | None = None,
     ) -> None:
-        super().__init__(model, cfg, device, sampler=sampler)
+        super().__init__(model, cfg, device, sampler=sampler, experts=experts)
         self._before_step = before_step
 
     @property

@@ -104,13 +104,14 @@ class Scheduler:
             self.counters.add_backlog(len(self.running))
         return plan
 
-    def take_admitted(self) -> list[tuple[int, int]]:
-        """Return (uid, index) of what was admitted since the last call."""
-        if not (rows := self._admission.admitted):
-            return []
+    def take_admitted(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return (uid, index) of what was admitted since the last call, and what was cached."""
+        if not self._admission.admitted:
+            return [], []
+        rows, cached = map(list, zip(*self._admission.admitted, strict=True))
         self._admission.admitted = []
         keys = self.table.uid[rows].tolist(), self.table.index[rows].tolist()
-        return [*zip(*keys, strict=True)]
+        return [*zip(*keys, strict=True)], cached
 
     def rows_to_sample(self, plan: StepPlan) -> NDArray[np.bool_]:
         """Return which rows of `plan` reach their last token, and so sample the next one.

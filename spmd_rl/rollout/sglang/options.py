@@ -5,7 +5,6 @@ SGLang is asked in a process of the child's interpreter, before any child starts
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.likely import likely_name
 from spmd_rl.errors import ConfigError
 from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -24,7 +24,6 @@ VERSIONS = (RUN_VERSION, "0.5.17")  # the latter was compared by its lists of fi
 ROUTES_VERSION = "0.5.17"  # whose requests we know how to ask for routes
 FACTS_PROGRAM = Path(__file__).with_name("site_facts.py")
 ASK_DEADLINE_S = 120.0
-NEAR = 0.6  # least likeness, of 1, of an option that is suggested
 
 _PLACEMENT = "the world places one scheduler on each rank's own GPU"
 _ADDRESS = "the rank chooses the addresses of its child"
@@ -149,5 +148,5 @@ def _check_version(version: str, where: str) -> None:
 
 def _nearest(name: str, options: tuple[str, ...]) -> str:
     """Return the end of a sentence that names the option nearest to `name`; "" if none is near."""
-    found = difflib.get_close_matches(name, options, n=1, cutoff=NEAR)
-    return f"; the nearest is {found[0]!r}" if found else ""
+    likely = likely_name(name, options)
+    return f"; the nearest is {likely!r}" if likely else ""

@@ -15,15 +15,16 @@ from pathlib import Path
 import msgspec
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.model.held.held import Holder, parts
+from spmd_rl.model.held.tensor import Along
 from spmd_rl.model.layers.expert_shares import check_shares
-from spmd_rl.model.layers.layer import TensorSpec
-from spmd_rl.model.shard import shard_box
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.plan.layout import Box, range_box
+from spmd_rl.weights.plan.layout import Box
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
 # Source: DEFAULT_VOCAB_PADDING_SIZE in sglang 0.5.16, layers/vocab_parallel_embedding.py
 VOCAB_PADDING = 64
+SGLANG = Holder(padding=VOCAB_PADDING, experts_by_tp=True)
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -106,11 +107,4 @@ def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
 
     It is for tensors of experts that other ranks have.
     """
-    owners = spec.expert_parts(size) if spec.num_experts else {}
-
-    def box(one: TensorSpec) -> Box:
-        if one.name not in owners:
-            return shard_box(one, rank, size, VOCAB_PADDING)
-        return range_box(one.shape, 0, 0, one.shape[0] if owners[one.name] == rank else 0)
-
-    return {one.name: box(one) for one in spec.parameters()}
+    return parts(spec, Along(rank, size), SGLANG)

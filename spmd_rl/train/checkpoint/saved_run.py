@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.run.evaluations import best_of_run
@@ -13,6 +14,28 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.observe.jsonl import read_object
 from spmd_rl.observe.provenance import PROVENANCE_FILE
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
+
+
+def named_run(path: Path) -> tuple[Path, Path | None] | None:
+    """Return the run that a path names and, if it names one, the checkpoint; None for a model.
+
+    Raises: ConfigError where it names none of them.
+    """
+    if (path / "config.json").is_file():
+        return None
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return path.parent.parent, path
+    if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
+        return path, None
+    raise ConfigError(
+        f"{path} is neither a model folder, which has a config.json, nor a run, which has a "
+        f"config.toml and checkpoints{did_you_mean_path(path)}"
+    )
+
+
+def has_begun(run: Path) -> bool:
+    """Return whether this is the folder of a run, and not one that only holds a config.toml."""
+    return any((run / name).exists() for name in ("plan.json", "checkpoints"))
 
 
 def checkpoint_of(run: Path, step: str | None) -> Path:
@@ -28,6 +51,7 @@ def checkpoint_of(run: Path, step: str | None) -> Path:
     if chosen is None:
         raise ConfigError(
             f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}"
+            f"{did_you_mean_path(run)}"
         )
     return chosen
 

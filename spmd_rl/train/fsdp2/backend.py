@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from math import prod
 from typing import cast
 
 import numpy as np
@@ -114,19 +113,20 @@ class Fsdp2(ShardedModel):
         if self._weights == "full":
             return None
         coded, experts = coded_shapes(self.scorer.model.spec, self._weights), self._experts
-        names = (self.local.keys() - self.base) & coded.keys()
-        own = frozenset[str]() if experts is None else experts.own
-        parts = [SharedMasters(self.shards_of(sorted(names - own)), group, self._dtype)]
+        names = sorted((self.local.keys() - self.base) & coded.keys())
+        of_experts = [name for name in names if self.held[name].axis == "ep"]
+        others = [name for name in names if self.held[name].axis != "ep"]
+        parts = [SharedMasters(self.shards_of(others), group, self._dtype)]
         if experts is not None:
-            of_own = self.shards_of(sorted(names & own))
-            parts.append(SharedMasters(of_own, experts.mesh.get_group(), torch.float32))
+            shards = self.shards_of(of_experts)
+            parts.append(SharedMasters(shards, experts.mesh.get_group(), torch.float32))
         return CodedMasters(parts, self.scorer.model, FORMATS[self._weights])
 
     def _accumulating(self, cfg: TrainerConfig) -> Accumulation:
         """Return the order of sums over micro-batches, for as many parts of the data as it has."""
         at_once = self.num_shards == 1 or len(self.units) == 1
         if cfg.data_parts:  # the order must not follow from the number of shards
-            num_bytes = FP32_BYTES * sum(map(prod, self._shapes.values()))
+            num_bytes = FP32_BYTES * sum(row.spec.num_elements for row in self.held.values())
             at_once = self._experts is None and fsdp2_settings(cfg).gathers_whole(num_bytes)
         sharing = 1 if self._sequences is None else self._sequences.size
         num_parts = max(1, cfg.data_parts * sharing // (self.num_shards * self.num_replicas))
@@ -240,26 +240,25 @@ class Fsdp2(ShardedModel):
             if parameter.grad is not None and self.local[name].numel():
                 grad = parameter.grad
                 self.local[name].grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        gradients = self._gradients()
+        gradients = self._named_gradients()
+        uncut = {name for name in gradients if self.held[name].axis == ""}
         if self._tensors is not None:
-            self._tensors.sum_uncut(named := self._named_gradients())
-            gradients = self._tensors.counted(named)
+            self._tensors.sum_uncut([gradients[name] for name in sorted(uncut)])
         if self._exact_norm_group is not None:
+            # of what each rank along tp has whole, the first rank counts all
+            others_count = self._tensors is not None and self._tensors.part.index > 0
+            counted = [
+                gradient[:0] if others_count and name in uncut else gradient
+                for name, gradient in gradients.items()
+            ]
             group, most = self._exact_norm_group, self.scorer.model.spec.num_parameters
-            exact = exact_square_norm(gradients, most, group)
+            exact = exact_square_norm(counted, most, group)
             if exact is not None:
                 return exact if group.rank() == 0 else 0.0
         by_copies = defaultdict[int, list[Tensor]](list)
-        for name, gradient in self._named_gradients().items():
-            by_copies[self._num_copies(name)].append(gradient)
+        for name, gradient in gradients.items():
+            by_copies[self.held[name].copies].append(gradient)
         return sum(_square_norm(found) / copies for copies, found in by_copies.items())
-
-    def _num_copies(self, name: str) -> int:
-        """Return how many ranks have the same shard of a parameter."""
-        if self._experts is not None and name in self._experts.own:
-            return 1
-        is_uncut = self._tensors is not None and name in self._tensors.uncut
-        return self.num_replicas * (self._tensors.size if self._tensors and is_uncut else 1)
 
     def _gradients(self) -> list[Tensor]:
         return list(self._named_gradients().values())

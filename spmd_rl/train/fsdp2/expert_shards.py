@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.moe.deep_ep_buffer import check_deep_ep
 from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
@@ -15,11 +11,10 @@ from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import EpDispatcherKind
-from spmd_rl.weights.plan.layout import Box, Dims, chunk_box
 
 
 class ExpertShards:
-    """Which experts this rank has, and which rows of them.
+    """The ranks among which experts are split, and those that shard this rank's.
 
     The ranks along `edp` have the same experts, and shard them. Gradients of experts stay float32
     until they are summed over all ranks, so these weights are gathered in float32.
@@ -31,14 +26,10 @@ class ExpertShards:
         self.group = context.axis_group(("ep",))
         self.mesh = context.axis_mesh(("edp",))
         self.num_shards, self.shard = self.mesh.size(), self.mesh.get_local_rank()
-        self.names: frozenset[str] = frozenset()  # of the parameters of all experts
-        self.own: frozenset[str] = frozenset()
         self.modules: list[SplitExperts] = []
-        self._owners: dict[str, int] = {}  # of each parameter, its rank along ep
 
     def split(self, model: CausalLM) -> None:
         """Have the mixtures of a model keep the experts of this rank."""
-        self._owners = model.spec.expert_parts(self.group.size())
         dispatchers: dict[int, EpDispatcher] = {}  # by number of experts; layers share them
         for layer in [one for one in model.modules() if isinstance(one, MoeMlp)]:
             if layer.num_experts not in dispatchers:
@@ -47,22 +38,6 @@ class ExpertShards:
             layer.split(self.group, dispatchers[layer.num_experts])
             assert isinstance(layer.experts, SplitExperts)
             self.modules.append(layer.experts)
-        self.names = frozenset(self._owners)
-        own = self.group.rank()
-        self.own = frozenset(name for name, owner in self._owners.items() if owner == own)
-
-    def box(self, shape: Dims) -> Box:
-        """Return this rank's part of a parameter of its experts."""
-        return chunk_box(shape, self.shard, self.num_shards)
-
-    def whole(self, name: str, own: Tensor | None, shape: Dims, device: torch.device) -> Tensor:
-        """Return a parameter of any expert on every rank. `own` is it, on ranks that have it.
-
-        Ranks: all of the role. Blocks: until each has called.
-        """
-        found = torch.empty(shape, device=device) if own is None else own.detach().contiguous()
-        dist.broadcast(found, group=self.group, group_src=self._owners[name])
-        return found
 
 
 def _dispatcher_class(kind: EpDispatcherKind, context: RoleContext) -> type[EpDispatcher]:

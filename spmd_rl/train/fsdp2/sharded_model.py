@@ -24,11 +24,14 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels.moe.route_hash import hashed_routes
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.attention import backend_of
+from spmd_rl.model.held.held import TRAINER, held_tensors
+from spmd_rl.model.held.tensor import Along, HeldTensor
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.route_replay import RouteReplay
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.scorer import Scorer
+from spmd_rl.model.spec import Head
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.fsdp2.sharing import ALONE, Sharing
@@ -36,7 +39,7 @@ from spmd_rl.train.fsdp2.units import forget_pass, mixed_precision, modules_of_u
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan.layout import Box, Dims, Layout, chunk_box, chunk_of_box
+from spmd_rl.weights.plan.layout import Layout
 from spmd_rl.weights.proof.digest import base_fact, combine, digest
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
@@ -81,10 +84,10 @@ class ShardedModel:
         self.scorer = scorer
         self.base = frozenset(base)
         self.base_fact: dict[str, str | int] = {}
-        self._fixed = spec.fixed_names()
+        self._sharing = sharing
         self._experts, self._tensors = sharing.experts, sharing.tensors
         self._sequences = sharing.sequences
-        self._shapes = self._whole_shapes()
+        self.held = self._held_tensors()
         if self._experts is not None:
             self._experts.split(scorer.model)
         self.units = self._make_units(mesh, gathers_whole, reshard_after_forward)
@@ -97,11 +100,16 @@ class ShardedModel:
             for name, parameter in self.parameters.items()
         }
 
-    def _whole_shapes(self) -> dict[str, Dims]:
-        """Return the shape of each parameter of the whole model, before experts are split."""
-        if self._tensors is not None:
-            return dict(self._tensors.shapes)
-        return {name: tuple(one.shape) for name, one in self.scorer.model.named_parameters()}
+    def _held_tensors(self) -> dict[str, HeldTensor]:
+        """Return what this rank has of each parameter of the whole model, in the model's order.
+
+        Experts are not split yet.
+        """
+        model = self.scorer.model
+        seat = self._sharing.seat(Along(self.shard, self.num_shards), self.num_replicas)
+        head: Head = "lm" if isinstance(self.scorer, Scorer) else "value"
+        held = held_tensors(model.spec, seat, TRAINER, head, model.lora.shapes(model.spec))
+        return {name: held[name] for name, _ in model.named_parameters()}
 
     def _make_units(
         self, mesh: DeviceMesh, gathers_whole: Callable[[int], bool], reshard: bool | None
@@ -140,7 +148,7 @@ class ShardedModel:
             for name, whole in weights:
                 if name not in self.local:
                     continue
-                box = self._box(name, tuple(whole.shape))
+                box = self.held[name].box
                 self.local[name].copy_(whole[tuple(map(slice, box.offset, box.end))])
 
     @property
@@ -241,16 +249,13 @@ class ShardedModel:
         return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:
-        return [name for name in self._shapes if name not in self.base]
+        return [name for name in self.held if name not in self.base]
 
     def gather(self, name: str) -> Tensor:
         """Return one whole parameter, on every rank."""
         parameter = self.parameters.get(name)
-        own = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if self._experts is not None and name in self._experts.names:
-            return self._experts.whole(name, own, self._shapes[name], self.device)
-        assert own is not None
-        return own if self._tensors is None else self._tensors.whole(name, own, self.device)
+        part = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return self._sharing.whole(self.held[name], part, self.device)
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
@@ -268,11 +273,12 @@ class ShardedModel:
 
     def shards_of(self, names: Iterable[str]) -> LocalTensors:
         """Return this rank's shards of these parameters."""
-        shards = {}
-        for name in names:
-            shape = self._shapes[name]
-            shards[name] = LocalTensor(shape, self._box(name, shape), self.local[name])
-        return LocalTensors(shards)
+        return LocalTensors(
+            {
+                name: LocalTensor(self.held[name].spec.shape, self.held[name].box, self.local[name])
+                for name in names
+            }
+        )
 
     @cached_property
     def _mixtures(self) -> list[MoeMlp]:
@@ -280,19 +286,12 @@ class ShardedModel:
 
     def _whole_names(self) -> frozenset[str]:
         """Return the parameters of this rank that FSDP leaves alone."""
-        alone = self._fixed | (self.base if self.num_shards == 1 else frozenset())
-        if self._experts is not None and self._experts.num_shards == 1:
-            alone |= self._experts.own
-        return alone
-
-    def _box(self, name: str, shape: Dims) -> Box:
-        """Return this rank's part of a parameter."""
-        if self._experts is not None and name in self._experts.names:
-            return self._experts.box(shape)
-        shard, num_shards = (0, 1) if name in self._fixed else (self.shard, self.num_shards)
-        if self._tensors is not None:
-            return chunk_of_box(self._tensors.boxes[name], shard, num_shards)
-        return chunk_box(shape, shard, num_shards)
+        return frozenset(
+            name
+            for name, row in self.held.items()
+            if row.is_here and row.shards.size == 1
+            if row.spec.is_fixed or row.axis == "ep" or name in self.base
+        )
 
 
 def _own(parameter: Tensor) -> Tensor:

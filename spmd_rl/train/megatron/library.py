@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.megatron.gloo_splits import adding, gathering
-
-VERSION = "0.16.1" if sys.version_info < (3, 12) else "0.19.2"  # as in setup.py
+from spmd_rl.train.packages import MEGATRON, TRANSFORMER_ENGINE
 
 
 @cache
@@ -33,11 +31,7 @@ def prepare_megatron() -> str:
             from megatron.core import parallel_state
             from megatron.core.tensor_parallel.random import initialize_rng_tracker
     except ImportError as error:
-        raise ConfigError(
-            "trainer.backend.kind = 'megatron' needs megatron-core, which cannot be imported "
-            f"({error}): pip install -e '.[megatron]' in the repository of spmd_rl, which is "
-            f"megatron-core {VERSION}"
-        ) from error
+        raise MEGATRON.missing(error) from error
     _silence_warnings()
     parallel_state._set_global_memory_buffer()  # sequence parallelism gathers into it
     initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout to draw for
@@ -47,7 +41,7 @@ def prepare_megatron() -> str:
 
 def require_transformer_engine(device: torch.device) -> str:
     """Return transformer-engine with its version. Raises: ConfigError where it cannot run."""
-    setting = "trainer.backend.layers = 'transformer_engine'"
+    setting = TRANSFORMER_ENGINE.setting
     if device.type != "cuda":
         raise ConfigError(f"{setting} needs a GPU: set it to 'local' on CPUs")
     try:
@@ -55,11 +49,7 @@ def require_transformer_engine(device: torch.device) -> str:
         from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron.core.utils import get_te_version
     except ImportError as error:
-        raise ConfigError(
-            f"{setting} needs transformer-engine, which cannot be imported ({error}): "
-            "pip install --no-build-isolation -e '.[te]' in the repository of spmd_rl, or set "
-            "it to 'local'"
-        ) from error
+        raise TRANSFORMER_ENGINE.missing(error) from error
     if not HAVE_TE:
         raise ConfigError(f"{setting}: Megatron-core does not find transformer-engine")
     return f"transformer-engine {get_te_version()}"

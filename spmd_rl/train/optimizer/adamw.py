@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.errors import ConfigError
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.optimizer.parameter_groups import BLOCK_ELEMENTS, UpdateRule
 from spmd_rl.train.optimizer.torch_groups import set_rates, state_tensors, torch_groups
+from spmd_rl.train.packages import TORCHAO
 from spmd_rl.weights.local_tensors import LocalTensor
 from spmd_rl.weights.plan.layout import Box
 
@@ -119,11 +119,7 @@ def require_torchao() -> None:
     try:
         import torchao.optim  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "trainer.optimizer.kind = 'adamw8bit' needs torchao, which cannot be imported "
-            f"({error}): pip install -e '.[torchao]' in the repository of spmd_rl, or set the kind "
-            "to 'adamw'"
-        ) from error
+        raise TORCHAO.missing(error) from error
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], cfg: TrainerConfig) -> torch.optim.Optimizer:

@@ -82,12 +82,6 @@ def test_two_numeric_contracts(run: Any) -> None:
     """A bfloat16 engine cannot have the bits of a float32 trainer; it may be asked for all the
     same.
     """
-    refused = run("grpo", "--steps=1", "--engine.dtype=bfloat16", name="refused")
-    assert refused.code == 1
-    assert (
-        "follow different numeric contracts: dtype is 'torch.float32' in the first"
-        in refused.sentence
-    )
     allowed = run(
         "grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed"
     )

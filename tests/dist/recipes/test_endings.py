@@ -226,9 +226,11 @@ def test_restarts_are_used_up(tmp_path: Path) -> None:
     assert "start 2 of the ranks: " in run.output
 
 
-def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str]:
-    """Run `spmd-rl` on a terminal of 80 columns, type Ctrl-C once `until` is there; its exit code
-    and all it wrote.
+def in_a_terminal(
+    folder: Path, words: list[str], until: Path, *, shown: bytes = b"", again: bytes | None = None
+) -> tuple[int, str]:
+    """Run `spmd-rl` on a terminal of 80 columns, type Ctrl-C once `until` is there and `shown` was
+    written, and once more after `again`; its exit code and all it wrote.
     """
     pid, terminal = pty.fork()
     if pid == 0:
@@ -249,9 +251,12 @@ def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str
                     written += os.read(terminal, 1 << 16)
                 except OSError:  # nobody holds the other end any more
                     break
-            if not typed and until.exists() and b"step time" in written:
+            if not typed and until.exists() and shown in written:
                 os.write(terminal, b"\x03")
                 typed = True
+            if again is not None and typed and again in written:
+                os.write(terminal, b"\x03")
+                again = None
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -261,9 +266,8 @@ def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str
 
 def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
     words = [*MODES["sharded"], *SMALL, "--steps=500", "--trainer.total_steps=2000", "--run.name=r"]
-    code, written = in_a_terminal(
-        tmp_path, words, tmp_path / "runs/r/checkpoints/step_000002/state.json"
-    )
+    until = tmp_path / "runs/r/checkpoints/step_000002/state.json"
+    code, written = in_a_terminal(tmp_path, words, until, shown=b"step time")
     lines = screen(written, 80)
     assert code == 130, written
     begins = [number for number, line in enumerate(lines) if line.startswith("the run was ended")]
@@ -271,10 +275,19 @@ def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
     last = "".join(lines[begins[0] :])
     assert re.fullmatch(
         r"the run was ended from outside: every rank got SIGINT; "
-        r"the same command goes on after step \d+",
+        r"saved after step (\d+), the same command goes on",
         last,
     )
     assert sum("runs/r" in line and "╭" in line for line in lines) == 1, (
         "one frame, and no torn one above it"
     )
     assert "^C" in written
+
+
+def test_a_second_ctrl_c_waits_for_no_step(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["slow.py", "--nproc=2", "--run.grace_s=500"]
+    code, written = in_a_terminal(tmp_path, words, tmp_path / "asleep", again=b"a second Ctrl-C")
+    assert code == 130, written
+    last = written.splitlines()[-1].removeprefix("\x1b[?25h")  # which shows the cursor again
+    assert last == "the run was ended from outside: every rank got SIGINT", written

@@ -97,9 +97,9 @@ def test_evaluations_leave_training_as_it_is_and_are_each_made_once(run: Run, re
     last = read_metrics(watched.folder / "metrics.jsonl")[-1]
     assert (scores["version"], last["step"]) == (3, 3)
     assert scores["sets"]["eval"]["reward"] == last["eval/same/reward"]
-    checkpoint = f"--checkpoint={watched.folder / 'checkpoints/step_000003'}"
-    ended = run("evaluate", f"--config={watched.folder}", checkpoint, name="as_run", small=False)
+    ended = run("evaluate", f"--config={watched.folder}", name="as_run", small=False)
     assert ended.code == 0, ended.sentence
+    assert f"evaluating the weights of {watched.folder}/checkpoints/step_000003\n" in ended.output
     found = json.loads((ended.folder / "eval.json").read_text())["sets"]
     for name in ("same", "other"):
         assert found[name] == {key: last[f"eval/{name}/{key}"] for key in found[name]}

@@ -25,7 +25,6 @@ from tests.system.kill_resume import ROUNDS
 
 pytestmark = pytest.mark.dist
 
-ALONE = str(Path(__file__).parent / "shared_sums.py")
 STEPS = ("--steps=2", f"--reward={EVEN}", "--engine.num_pages=256")
 APART = ("--split.train.ranks=1", "--split.infer.ranks=2", "--split.infer.tp=2")
 
@@ -69,7 +68,7 @@ def _read_as_qwen2(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A trainer and an engine that each have the whole model, and sum as two ranks do."""
-    return run_in(tmp_path_factory.mktemp("alone"), ALONE, *STEPS)
+    return run_in(tmp_path_factory.mktemp("alone"), "grpo", *STEPS, "--run.row_shards=2")
 
 
 def test_two_ranks_draw_what_one_does(run: Run, alone: Ended) -> None:

@@ -43,7 +43,7 @@ def mixture(name: str, *, normalizes: bool = True, rank: int = 0) -> MoeMlp:
         for expert in module.experts if rank else ():
             for layer in expert.children():
                 assert isinstance(layer, Linear)
-                layer.adapt(LoraConfig(rank=rank))
+                layer.adapt(rank, LoraConfig(rank=rank).scale)
         module = module.to(torch.bfloat16)
     module = module.to_empty(device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)

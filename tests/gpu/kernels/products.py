@@ -22,9 +22,9 @@ def layer(name: str) -> dict[str, tuple[Widths, int]]:
     }
 
 
-def shapes() -> list[tuple[int, int]]:
-    """Return (N, K) of 0.6B, 4B and 8B, fused and separate."""
-    products = [product for name in QWEN3 for product in layer(name).values()]
+def shapes(*names: str) -> list[tuple[int, int]]:
+    """Return (N, K) of the models, or of all, fused and separate."""
+    products = [product for name in names or QWEN3 for product in layer(name).values()]
     return sorted({(n, k) for widths, k in products for n in (*widths, sum(widths))})
 
 

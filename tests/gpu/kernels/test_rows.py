@@ -26,21 +26,30 @@ from spmd_rl.kernels.linear.row_shards import RowParallel
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from tests.gpu.kernels.products import shapes, split_in_two
 
-KINDS = ("normal", "wide", "cancelling", "tiny")
-SHAPES = [*shapes(), (100, 72), (37, 100)]  # the last two are such as no library likes
+KINDS = ("normal", "wide", "tiny", "cancelling")
+ODD = [(100, 72), (37, 100)]  # such as no library likes
+SHAPES = [*shapes(), *ODD]
+FEW_SHAPES = [*shapes("0.6B"), *ODD]
 NUM_TOKENS = 8192
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(
+    ("n", "k", "kind"),
+    [
+        *((n, k, "cancelling") for n, k in SHAPES),
+        *((*one, kind) for one in FEW_SHAPES for kind in KINDS[:3]),
+    ],
+)
 def test_linear_accumulators(n: int, k: int, kind: str, rows, unequal_rows) -> None:
     weight = rows("normal" if kind == "tiny" else kind, n, k)
     assert unequal_rows(lambda x: linear_fp32(x, weight), rows(kind, NUM_TOKENS, k)) == 0
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(
+    ("n", "k", "has_bias"),
+    [*((n, k, False) for n, k in SHAPES), *((n, k, True) for n, k in FEW_SHAPES)],
+)
 def test_linear_rounded(n: int, k: int, has_bias: bool, rows, unequal, unequal_rows) -> None:
     weight, x = rows("normal", n, k), rows("normal", NUM_TOKENS, k)
     bias = rows("normal", 1, n)[0] if has_bias else None
@@ -75,7 +84,7 @@ def test_head_of_a_large_vocabulary(k: int, kind: str, rows, unequal_rows) -> No
     assert unequal_rows(lambda x: linear_fp32(x, weight), rows(kind, NUM_TOKENS, k)) == 0
 
 
-@pytest.mark.parametrize("count", [2, 8, 17, 33, 64, 65, 128, 256, 512, 1000])
+@pytest.mark.parametrize("count", [2, 17, 64, 256, 1000])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_rows_of_nan_stay_where_they_are(n: int, k: int, count: int, rows, unequal) -> None:
     """Every other row is NaN: the rows between keep their bits."""

@@ -33,6 +33,7 @@ def test_addresses_and_bytes_are_as_before(make_role: MakeRole, as_one: bool) ->
         before = role.digests()
 
 
+@pytest.mark.alone
 def test_a_skipped_save_is_seen(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the memory that comes back is not the memory that went."""
     role = make_role()
@@ -81,6 +82,7 @@ def test_a_graph_replays_with_the_same_bits(make_role: MakeRole) -> None:
     assert not torch.equal(result, expected), "the graph reads the region"
 
 
+@pytest.mark.alone
 def test_almost_all_memory_is_given_back(make_role: MakeRole) -> None:
     cached_before = cached_bytes()
     role = make_role(num_large=128, slab_bytes=1024 * MIB)
@@ -99,6 +101,7 @@ def test_almost_all_memory_is_given_back(make_role: MakeRole) -> None:
     assert free_bytes() == pytest.approx(awake + 256 * MIB, abs=4 * MIB)
 
 
+@pytest.mark.alone
 def test_twenty_cycles_keep_digests_and_memory(make_role: MakeRole) -> None:
     role = make_role(slab="save")
     before = role.digests()
@@ -112,6 +115,7 @@ def test_twenty_cycles_keep_digests_and_memory(make_role: MakeRole) -> None:
     assert role.regions.host_bytes == host
 
 
+@pytest.mark.alone
 def test_a_wake_without_memory_leaves_all_asleep(make_role: MakeRole) -> None:
     role = make_role(num_large=64, slab="save", slab_bytes=512 * MIB)
     before = role.digests()
@@ -125,6 +129,7 @@ def test_a_wake_without_memory_leaves_all_asleep(make_role: MakeRole) -> None:
     assert role.digests() == before
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("call", ["map", "begin_load"])
 def test_a_wake_that_fails_midway_is_undone(make_role: MakeRole, call: str) -> None:
     role = make_role(slab="save")
@@ -145,6 +150,7 @@ def test_a_wake_that_fails_midway_is_undone(make_role: MakeRole, call: str) -> N
     assert role.digests() == before
 
 
+@pytest.mark.alone
 def test_copies_run_beside_computation(make_role: MakeRole) -> None:
     role = make_role(num_large=256)
     role.cycle()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 
 HANG = str(Path(__file__).with_name("hang.py"))
 LIMITS = {"sleep": "--run.deadline_s=8", "stop": "--run.lost_after_s=8"}
-DEADLINE_S, END_S = 8.0, 10.0
+DEADLINE_S, END_S = 8.0, 60.0  # the host may be busy
 CUT = 2
 
 

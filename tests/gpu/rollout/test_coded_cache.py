@@ -50,13 +50,13 @@ def test_recorded_steps_draw_what_others_do(
     model: CausalLM, drawn: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel that reads codes draws what the decoded copy does."""
-    monkeypatch.setattr(FlashAttention, "reads_codes", True)
     stats = []
-    for recorded in (True, False):
+    for reads, recorded in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(FlashAttention, "reads_codes", reads)
         engine = new_engine(model, replace(CODED, cuda_graphs=recorded))
         assert unequal(finish(engine, workload()), drawn) == 0
         stats.append(engine.stats())
-    assert stats[0]["num_graphs"] > 0 == stats[1]["num_graphs"]
+    assert stats[0]["num_graphs"] > 0 == stats[1]["num_graphs"] == stats[2]["num_graphs"]
     assert all(one["num_coded"] > one["num_clipped"] == 0 for one in stats)
 
 

@@ -40,6 +40,7 @@ def push(engine: NativeEngine, model: CausalLM, source: CausalLM, version: int) 
     sink.commit(version)
 
 
+@pytest.mark.alone
 def test_saved_weights_and_graphs_outlive_sleep(model: CausalLM, alone: Samples) -> None:
     engine, own, _ = engine_in_slabs("saved")
     push(engine, own, model, 0)

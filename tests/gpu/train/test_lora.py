@@ -124,6 +124,7 @@ def test_the_bits_are_the_same_in_the_training_forward(
     assert all(torch.equal(one, trainer.backend.gather(name)) for name, one in base.items())
 
 
+@pytest.mark.alone
 def test_a_base_sleeps_while_its_adapters_are_awake(context: RoleContext, wide: Path) -> None:
     batch = make_batch()
     awake = Trainer(CONFIG, context, str(wide))

@@ -150,6 +150,7 @@ def _used() -> int:
     return total - free
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("_needs_flash")
 def test_moments_and_master_weights_leave_the_gpu(context: RoleContext, deep: Path) -> None:
     usage(context, deep, make_batch())  # the first trainer's workspaces stay

@@ -79,8 +79,12 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def engine(trainer: Trainer, folder: Path) -> Iterator[SglangEngine]:
-    options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_max_bs_decode": 16}
-    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32, memory_fraction=0.3)
+    options: dict[str, Any] = {
+        "attention_backend": "triton",
+        "cuda_graph_max_bs_decode": 16,
+        "max_total_tokens": 32768,  # other processes have some of the GPU
+    }
+    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32)
     records = ask_site(PYTHON).version == ROUTES_VERSION
     device = trainer.context.device
     made = build(cfg, str(folder), device, lambda tokens: "", records_routes=records)

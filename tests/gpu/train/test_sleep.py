@@ -50,6 +50,7 @@ def weights_of(trainer: Trainer) -> list[torch.Tensor]:
     return [one.local.detach().clone() for one in fsdp2(trainer).local_weights().values()]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_trainer_gives_its_memory_back_and_learns_on(
     context: RoleContext, wide: Path, kind: OptimizerKind
@@ -80,6 +81,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
     assert all(map(torch.equal, weights_of(trainer), expected))
 
 
+@pytest.mark.alone
 def test_a_frozen_model_gives_its_memory_back(context: RoleContext, wide: Path) -> None:
     cfg, batch = FrozenConfig.like(CONFIG), make_batch()
     sleep = RoleSleep("reference", {"rollout": (), "train": ALL})

@@ -89,6 +89,7 @@ def test_a_table_is_sent_when_the_stream_is_done(
     slab.close()
 
 
+@pytest.mark.alone
 def test_slabs_that_are_replaced_leave_no_memory(engine: Peer, device: torch.device) -> None:
     (peer,) = engine.sockets
     free = []

@@ -13,6 +13,7 @@ from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.routes import EXPERT_IDS
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_values import TokenValues
 
@@ -163,6 +164,29 @@ def test_a_context_serves_a_prompt_without_tokens() -> None:
         pack([Group(prompt, [sample])], [np.ones(1)])
     own = sample.replace(context=np.array([4], np.int32))
     assert pack([Group(prompt, [own])], [np.ones(1)]).tokens.tolist() == [4, 0, 0]
+
+
+def test_too_few_routes_of_a_context_are_refused() -> None:
+    (group,) = _groups([[2, 1]])
+    group = replace(group, prompt=Prompt(0, np.arange(3, dtype=np.int32)))
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 4)  # of three tokens
+
+    def batch(blob: bytes) -> Batch:
+        samples = [
+            one.replace(
+                columns={EXPERT_IDS: np.full((len(one.tokens), 4), 99, np.uint8)},
+                prompt_routes=blob,
+            )
+            for one in group.samples
+        ]
+        return pack([replace(group, samples=samples)], [np.ones(2)])
+
+    found = batch(routes.tobytes()).columns[EXPERT_IDS]
+    assert found[:3].tolist() == found[5:8].tolist() == routes.tolist()
+    assert batch(routes.tobytes() + bytes(4)).columns[EXPERT_IDS].tolist() == found.tolist()
+    for size in (4, 8, 11):
+        with pytest.raises(ContractError, match=rf"prompt_routes of {size} bytes: expected 4 for"):
+            batch(routes.tobytes()[:size])
 
 
 def test_sft_never_learns_a_first_token() -> None:

@@ -16,7 +16,7 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.make import make_algorithm
-from spmd_rl.algo.turns import less_mean_return
+from spmd_rl.algo.turns import by_turn, less_mean_return
 from spmd_rl.errors import DataError
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
@@ -141,6 +141,26 @@ def test_the_samples_of_one_execution_are_one_line_of_turns() -> None:
     mean = (1.5 + 1.0 + 0.0) / 3
     found = advantages(group, "turn_returns")
     np.testing.assert_allclose(found, [value - mean for value in returns], rtol=1e-6)
+
+
+def test_the_reward_of_an_execution_is_that_of_its_first_sample() -> None:
+    group = group_of([([(1, 0, "", 0.0)], 1.0), ([(1, 0, "", 0.0)], 5.0), ([(1, 0, "", 0.0)], 0.0)])
+    cut = [one.replace(execution=0) for one in group.samples[:2]]
+    group = replace(group, samples=[*cut, group.samples[2].replace(execution=2)])
+    found = advantages(group, "turn_returns")
+    np.testing.assert_allclose(found, [value - 2 / 3 for value in (1.0, 1.0, 0.0)], rtol=1e-6)
+
+
+def test_turns_without_records_leave_what_is_observed_at_zero() -> None:
+    episodes = [
+        ([(2, 2, "", 0.0), (1, 1, "", 0.0)], 1.0),
+        ([(1, 1, "", 0.0), (2, 0, "", 0.0)], 0.0),
+    ]
+    group = group_of(episodes)
+    plain = [one.replace(metadata={}) for one in group.samples]
+    (found,) = by_turn([replace(group, samples=plain)], less_mean_return, 1.0)
+    half = [0.5, 0.5, 0.0, 0.0, 0.5, 0.0]
+    np.testing.assert_array_equal(found, [*half, -0.5, 0.0, -0.5, -0.5])
 
 
 def test_an_agent_is_compared_with_itself() -> None:

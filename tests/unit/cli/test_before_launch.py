@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Return a list that gets the number of ranks of each launch."""
+    """Return a list that gets the number of ranks of each launch. No packages are looked for."""
     started: list[int] = []
 
     def launch(num_ranks: int, *rest: object) -> int:
@@ -35,6 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return 0
 
     monkeypatch.setattr(command, "launch", launch)
+    monkeypatch.setattr(command, "check_packages", lambda trainer: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     # the launcher sets it, and later tests must not see it
     monkeypatch.setenv(START_TIME_ENV, "")
@@ -272,3 +273,41 @@ def test_a_mixture_of_experts_that_cannot_be_cut(
     assert launched == []
     assert run(given[0], "--nproc=2") == 0
     assert launched == [2]
+
+
+@pytest.mark.parametrize(
+    ("host", "word", "remedy"),
+    [
+        ("float32", "trainer.dtype=bfloat16", "set engine.dtype = 'bfloat16' too"),
+        ("float32", "engine.dtype=bfloat16", "set trainer.dtype = 'bfloat16' too"),
+        ("bfloat16", "trainer.dtype=float32", "set engine.dtype = 'float32' too"),
+        ("float32", "trainer.attention_split=2048", "set engine.attention_split = 2048 too"),
+    ],
+)
+def test_numbers_of_which_trainer_and_engine_have_other_bits(
+    host: str,
+    word: str,
+    remedy: str,
+    launched: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "_dtype_of_host", lambda: host)
+    assert run(f"--{word}") == 2
+    said = capfd.readouterr().err
+    assert remedy in said
+    assert said.count("\n") == 1
+    assert not Path("runs").exists()
+    assert launched == []
+    other = word.replace("trainer", "infer").replace("engine", "trainer").replace("infer", "engine")
+    assert run(f"--{word}", f"--{other}") == 0
+    assert run(f"--{word}", "--run.exact=false", "--run.name=r-2") == 0
+
+
+def test_what_auto_means_may_be_said_for_one_role(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_dtype_of_host", lambda: "bfloat16")
+    assert run("--trainer.dtype=bfloat16") == 0
+    assert run("--engine.dtype=bfloat16", "--run.name=r-2") == 0
+    assert launched == [1, 1]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -185,42 +184,6 @@ def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: st
         [sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str(spins)
-
-
-STARTING = (
-    "starting {} torch and the model code, which takes up to half a minute on a busy machine ...\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("terminal", "words", "said"),
-    [
-        (True, ["--nproc=2"], STARTING.format("2 ranks: they import")),
-        (True, ["--nproc=1"], STARTING.format("1 rank: it imports")),
-        (True, [], STARTING.format("the ranks: they import")),
-        (False, ["--nproc=2"], ""),
-    ],
-)
-def test_a_terminal_is_told_that_ranks_start(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    terminal: bool,
-    words: list[str],
-    said: str,
-) -> None:
-    monkeypatch.setattr(command, "launch", lambda *_: 0)
-    monkeypatch.setattr(command.rank, "raise_open_file_limit", lambda: None)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    demo = ROOT / "examples/arithmetic"
-    inputs = [
-        f"--model={demo / 'model'}",
-        f"--data={demo / 'train.jsonl'}",
-        "--trainer.init=random",
-    ]
-    assert ended("run", "grpo", *inputs, f"--run.folder={tmp_path}", *words) == 0
-    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_contracts_of_roles_and_links_stand_beside_each_other(tmp_path: Path) ->
     for name, parties in roles.items():
         record_contracts(tmp_path, name, parties, exact=True)
     with pytest.raises(
-        ContractError, match=r"threads is 1 in the first and 2 in the second \(run.exact = false"
+        ContractError, match=r"threads is 1 in the first and 2 in the second \(give both"
     ):
         record_contracts(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=True)
     assert json.loads((tmp_path / CONTRACT_FILE).read_text()).keys() == roles.keys()

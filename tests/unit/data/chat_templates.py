@@ -53,7 +53,26 @@ PLAIN = (
     "{%- for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
-ENDS = {"</s>": (MISTRAL, PLAIN), "<|end|>": (CHATML, QWEN), "<|eot|>": (LLAMA,)}
+# A turn ends where the next role begins, as in GLM's: the markers are end-of-text tokens.
+MARKERS = ("<|start|>", "<|head|>")
+GLM = (
+    "{%- set last = namespace(user=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ '<s>' }}{% for m in messages %}"
+    "{%- if m.role == 'assistant' %}{{ '<|/head|>\n<think>' }}"
+    "{{ m.reasoning_content if m.reasoning_content and loop.index0 > last.user }}"
+    "{{ '</think>\n' + m.content | trim }}" + CALLS + "{% else %}"
+    "{{ ('<|head|>' if m.role == 'tool' else '<|start|>') + m.role + '\n' + m.content }}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
+)
+# The thought of a reply is opened for it; or it is left out of all replies of the past.
+OPENED = CHATML.replace("<|start|>assistant\n' }}", "<|start|>assistant\n<think>\n' }}")
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+ENDS = {
+    "</s>": (MISTRAL, PLAIN, GLM),
+    "<|end|>": (CHATML, QWEN, OPENED, FORGETFUL),
+    "<|eot|>": (LLAMA,),
+}
 
 
 @cache
@@ -78,5 +97,7 @@ def tokenizer_of(template: str) -> Any:
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=_rust(), bos_token="<s>", eos_token=end, chat_template=template
     )
-    tokenizer.context, tokenizer.config_eos_ids = 1 << 16, (tokenizer.eos_token_id,)
+    ends = (end, *MARKERS) if template == GLM else (end,)
+    tokenizer.context = 1 << 16
+    tokenizer.config_eos_ids = tuple(tokenizer.convert_tokens_to_ids([*ends]))
     return tokenizer

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.prompts import PromptConfig, Prompts
-from spmd_rl.data.render.chat import ChatFormat, chat_of, render
+from spmd_rl.data.render import template_steps
+from spmd_rl.data.render.chat import Chat, ChatFormat, chat_of, render
 from spmd_rl.data.render.messages import messages_of
 from spmd_rl.data.render.shown import ShownParts
 from spmd_rl.data.sft import SftPairs
@@ -134,6 +136,38 @@ def test_what_the_template_refuses_is_named() -> None:
         text_of(row, MISTRAL)
     with pytest.raises(DataError, match="f:1: prompt: half of a surrogate pair"):
         text_of({"prompt": [{"role": "user", "content": "\ud800"}]})
+
+
+LOOPS = {
+    "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "messages": "{% for a in range(9999) %}{% for m in messages %}{% for c in m.content %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+}
+
+
+class Looping(NamedTuple):
+    """A tokenizer with this template, and nothing else."""
+
+    text: str
+
+    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, **kwargs: Any) -> Any:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), _ = render_jinja_template([conversation], chat_template=self.text, **kwargs)
+        return text
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_template_that_loops_is_refused(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_steps, "MAX_STEPS", 20_000)
+    chat = Chat("f:1: prompt", [{"role": "user", "content": "x" * 99}], [], {})
+    with pytest.raises(DataError, match=r"f:1: prompt: .* it loops, as it has run 20,000 lines"):
+        render(chat, Looping(LOOPS[loop]), generation_prompt=True)
+    before = sys.gettrace()
+    assert render(chat, tokenizer_of(CHATML), generation_prompt=True)
+    assert sys.gettrace() is before
 
 
 def test_messages_in_the_form_of_openai_and_of_parquet() -> None:

@@ -69,7 +69,9 @@ def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
         read_records(jsonl(""))
     with pytest.raises(DataError, match="slice is empty: the file holds 6 records"):
         read_records(jsonl(*LINES) + "@[6:]")
-    with pytest.raises(ConfigError, match=r"data files end in \.jsonl, \.json, \.csv or \.parquet"):
+    with pytest.raises(
+        ConfigError, match=r"data files end in \.jsonl, \.json, \.traj, .* or \.parquet"
+    ):
         read_records(jsonl("x", name="train.txt"))
     with pytest.raises(ConfigError, match="write a slice as"):
         read_records(jsonl(*LINES) + "@[1]")

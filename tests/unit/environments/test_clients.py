@@ -19,6 +19,7 @@ from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.function import FunctionAgent
 from spmd_rl.environments.make import check_agent
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.samples import Sample
@@ -26,6 +27,7 @@ from tests.unit.environments.cases import chat_prompt
 from tests.unit.hooks.cases import make_sample
 
 HERE = Path(__file__)
+HERMSE = GatewayConfig(response_template="hermse")
 PROMPT = chat_prompt("what is {key}?", "42", meta={"level": 3})
 
 
@@ -212,6 +214,11 @@ def test_a_command_may_leave_a_reward() -> None:
         ("import os; os.symlink('/etc/passwd', 'result.json')", "a link"),
         ("open('result.json', 'w').write('\"x\"' + ' ' * (1 << 20))", "larger than 1 MiB"),
         ("open('result.json', 'w').write('[1]')", "no finite number"),
+        ("import os; os.mkfifo('result.json')", "is no file"),
+        ("import os; os.mkdir('result.json')", "is no file"),
+        ("import os; os.symlink('/dev/zero', 'result.json')", "a link"),
+        ("import os; os.truncate(os.open('result.json', 65), 1 << 40)", "larger than 1 MiB"),
+        ("import socket; socket.socket(socket.AF_UNIX).bind('result.json')", "cannot be read"),
     ],
 )
 def test_a_command_that_fails_is_the_agents_fault(text: str, problem: str) -> None:
@@ -262,6 +269,59 @@ print("on", flush=True)
 """
 
 
+HIDES = """
+import os, sys, time
+if os.fork():
+    os.wait()
+    sys.exit({code})
+os.setsid()
+if os.fork():
+    os._exit(0)
+os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)", {sign!r}], {{}})
+"""
+
+
+def has_word(word: str) -> list[int]:
+    """Return the processes with this among their words, wherever and whosever they are."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            if word.encode() in (one / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(one.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_grandchild_that_hides_ends_with_its_episode(code: int) -> None:
+    """It has another session and parent, no variable of the episode, and holds the output open."""
+    agent = program(HIDES.format(code=code, sign=(sign := f"hides-{os.getpid()}-{code}")))
+    with pytest.raises(EpisodeFailure, match="ended with 3") if code else nullcontext():
+        played(agent)
+    assert has_word(sign) == []
+
+
+def test_what_is_outside_holds_the_output_open_in_vain(tmp_path: Path) -> None:
+    """Nothing ends the holder, and the episode ends without it."""
+    sign, go = tmp_path / "sign", tmp_path / "go"
+    wait = "import os, pathlib, time\nprint('last', flush=True)\n"
+    wait += f"pathlib.Path({str(sign)!r}).write_text(str(os.getpid()))\n"
+    wait += f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    ctx = HookContext()
+
+    async def main() -> None:
+        task = asyncio.create_task(program(wait).play(ctx, PROMPT, Session()))
+        while not (sign.exists() and sign.read_text()):
+            await asyncio.sleep(0.01)
+        with open(f"/proc/{sign.read_text()}/fd/1", "w"):
+            go.touch()
+            await task
+
+    asyncio.run(main())
+    assert ctx.notes["stdout"] == "last\n"
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_nothing_of_a_command_lives_longer_than_its_episode(
     is_cancelled: bool, tmp_path: Path
@@ -292,11 +352,23 @@ def test_nothing_of_a_command_lives_longer_than_its_episode(
     [
         (AgentConfig(kind="function", name=f"{HERE}:takes_little"), "expected agent"),
         (AgentConfig(kind="command", name="'"), "No closing quotation"),
+        (AgentConfig(kind="command", name="pythn solve.py"), "'pythn' is no program in PATH"),
+        (AgentConfig(kind="command", name="./nope {task}"), "nope' is no file that may be run"),
+        (AgentConfig(kind="command", name="sh -x nope.py {task}"), "there is no file 'nope.py' in"),
+        (AgentConfig(kind="command", name="sh", args={"PATH": "/nowhere"}), "no program in PATH"),
+        (AgentConfig(kind="command", name="sh", gateway=HERMSE), "hermse': no file, and none of"),
     ],
 )
 def test_what_cannot_be_an_agent_is_refused(cfg: AgentConfig, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_agent(cfg)
+
+
+@pytest.mark.parametrize(
+    "name", ["sh -c 'exit 1' {task}", "sh -m solve", "{task_file}", f"sh {HERE} out.py --a.py"]
+)
+def test_what_may_be_an_agent_is_taken(name: str) -> None:
+    check_agent(AgentConfig(kind="command", name=name))
 
 
 def test_a_function_has_no_arguments() -> None:

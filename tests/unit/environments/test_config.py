@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.config.run import RunConfig
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.environments.config import PROGRAM, AgentConfig, hooks_with_agent
 from spmd_rl.environments.failures import refuse_failures
@@ -61,6 +62,7 @@ def test_rlhf_may_have_an_agent() -> None:
         ({"hooks": HookConfig(generate="a.py:f")}, "set one of them"),
         ({"prompts": PromptConfig()}, "prompts.chat_template = true"),
         ({"reward": "spmd_rl.rewards.answers.match:exact"}, "reward = 'environment'"),
+        ({"run": RunConfig(deadline_s=300)}, "raise run.deadline_s above it"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

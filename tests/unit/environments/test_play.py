@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from spmd_rl.environments.environment import AgentReply, Observation, Played, TextEnvironment
 from spmd_rl.environments.play import EpisodeLimits
 from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.rewards.answers.final_text import final_text
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import NO_VERSION, TURN_RECORDS
+from tests.unit.data.chat_templates import CHATML, FORGETFUL, OPENED
 from tests.unit.environments.cases import SpokenEngine, chat_prompt, episode
 
 
@@ -144,6 +146,55 @@ def test_a_prompt_that_fills_the_context_has_failed() -> None:
     assert environment.num_closed == 1
 
 
+class Listener(Echo):
+    """Notes what it hears."""
+
+    def __init__(self, num_turns: int) -> None:
+        super().__init__([0.0] * num_turns)
+        self.heard: list[tuple[str, str]] = []
+
+    async def step(self, reply: AgentReply) -> Observation:
+        self.heard.append((reply.thought, reply.text))
+        return await super().step(reply)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "heard"),
+    [
+        (CHATML, ["<think>\nbet?\n</think>\n\n[check]"], [("bet?", "[check]")]),
+        (CHATML, [" [check] "], [("", " [check] ")]),
+        (CHATML, ["<think>bet [check]"], [("bet [check]", "")]),
+        (CHATML, ["so <think>a</think> b <think>c"], [("so <think>a</think> b <think>c", "")]),
+        (CHATML, ["<think>a</think>b", "c"], [("a", "b"), ("", "c")]),
+        (FORGETFUL, ["<think>a</think>b", "<think>c</think>d"], [("a", "b"), ("c", "d")]),
+        (OPENED, ["bet?\n</think>\n[check]", "no"], [("bet?", "[check]"), ("no", "")]),
+        (OPENED, ["bet? [check]", "a</think>b"], [("bet? [check]", ""), ("a", "b")]),
+    ],
+)
+def test_an_environment_hears_what_follows_a_thought_as_graders_do(
+    template: str, said: list[str], heard: list[tuple[str, str]]
+) -> None:
+    environment, prompt = Listener(len(said)), chat_prompt(template=template)
+    samples = episode(environment, SpokenEngine(said, template), prompt)
+    assert environment.heard == heard
+    assert final_text(prompt, samples[-1]).lstrip() == heard[-1][1].lstrip()
+    assert environment.played is not None
+    spoken = [one for one in environment.played.messages[""] if one["role"] == "assistant"]
+    assert [(one.get("reasoning_content", ""), one["content"]) for one in spoken] == heard
+    drawn = [one["content"] for one in samples[-1].messages if one["role"] == "assistant"]
+    assert [text.removeprefix("<think>") for text in drawn] == [
+        text.removeprefix("<think>") for text in said
+    ], "what was drawn stays"
+
+
+def test_a_reward_is_for_the_turn_before_it_though_the_template_rewrites_the_past() -> None:
+    said = ["<think>a</think>b", "<think>c</think>d", "e"]
+    samples = episode(Echo([1.0, 2.0, 4.0]), SpokenEngine(said, FORGETFUL))
+    records = [sample.metadata[TURN_RECORDS] for sample in samples]
+    assert len(samples) > 1, "the template drops earlier thoughts"
+    assert [turn["reward"] for turns in records for turn in turns] == [1.0, 2.0, 4.0]
+
+
 class Duel(TextEnvironment):
     """Two agents speak in turn; each sees what the other said. The second one wins."""
 
@@ -159,7 +210,9 @@ class Duel(TextEnvironment):
         self.left -= 1
         self.next = 1 - self.next
         if not self.left:
-            return Observation(done=True, reward={"agent 0": -1.0, "agent 1": 1.0})
+            end = {"role": "user", "content": "the end"}
+            rewards = {"agent 0": -1.0, "agent 1": 1.0}
+            return Observation((end,), done=True, reward=rewards, agent="agent 1")
         return self._shown(reply.text, {f"agent {1 - self.next}": 0.5})
 
     def _shown(self, text: str, reward: Mapping[str, float]) -> Observation:
@@ -190,6 +243,18 @@ def test_each_agent_has_a_conversation_and_a_reward_of_its_own() -> None:
         for said, shown in zip(mine, others, strict=True):
             expected += f"<|start|>user\n{shown}<|end|>\n<|start|>assistant\n{said}<|end|>\n"
         assert text + "\n" == expected
+
+
+def test_the_last_observation_is_for_the_agent_that_it_names() -> None:
+    class Watched(Duel):
+        async def score(self, episode: Played) -> float:
+            self.played = episode
+            return 0.0
+
+    environment = Watched(4)
+    episode(environment, SpokenEngine(["a", "b", "c", "d"]))
+    last = {name: seen[-1]["content"] for name, seen in environment.played.messages.items()}
+    assert last == {"agent 0": "c", "agent 1": "the end"}
 
 
 def test_a_prompt_without_a_template_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.environments.environment import AgentReply
 from spmd_rl.environments.tools.code_tools import CodeTools
 from spmd_rl.environments.tools.sandbox_tools import TOOL_LIMITS, SandboxTools
 from spmd_rl.errors import ConfigError
@@ -131,6 +132,28 @@ def test_nothing_of_the_run_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "RANK" not in texts[1]
     assert "OSError" in texts[2] or "Error: [Errno" in texts[2]
     assert "exit code" in texts[3]
+
+
+@pytest.mark.parametrize(
+    ("reply", "ran"),
+    [
+        (AgentReply("```python\n1\n```"), ["1\n"]),
+        (AgentReply("5", thought="```python\n1\n```"), []),
+        (AgentReply("```python\n1\n```", "truncated"), []),
+    ],
+)
+def test_code_of_a_reply_is_run_and_none_of_its_thought(
+    reply: AgentReply, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def python(self: SandboxTools, code: str) -> str:
+        calls.append(code)
+        return "1"
+
+    monkeypatch.setattr(SandboxTools, "python", python)
+    seen = asyncio.run(CodeTools().step(reply))
+    assert (calls, seen.done) == (ran, not ran)
 
 
 def children() -> set[str]:

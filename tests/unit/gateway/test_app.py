@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway import app
 from spmd_rl.gateway.config import GatewayConfig
+from spmd_rl.hooks.child.episode_engine import RefusedTurn
+from tests.unit.gateway.fakes import FakeTexts
 from tests.unit.gateway.serving import END, HELLO, Served, read_answer, serving
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -84,6 +89,28 @@ def test_token_ids_over_the_wire() -> None:
     asyncio.run(play())
 
 
+def test_a_completion_is_learned_as_tokens_are() -> None:
+    async def play() -> None:
+        async with serving(lambda _: "yes" + END) as served:
+            body = {"prompt": "the cat", "return_token_ids": True, "logprobs": 1, "stop": "s"}
+            (choice,) = (await served.post("/v1/completions", body)).json["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("ye", "stop")
+            held = [*choice["prompt_token_ids"], *choice["token_ids"]]
+            got = await served.post("/v1/completions", {"prompt": [*held, 91]})
+            assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == len(held)
+            (sample,) = served.session.samples()
+            assert sample.context.tolist() == choice["prompt_token_ids"]
+            assert choice["logprobs"]["top_logprobs"] is None, "a run does not know the likeliest"
+            told = np.float32(choice["logprobs"]["token_logprobs"])
+            count = len(choice["token_ids"])
+            assert told.tobytes() == sample.logprobs[:count].tobytes()
+            several = (await served.post("/v1/completions", {"prompt": ["a", "b"]})).json
+            assert [one["index"] for one in several["choices"]] == [0, 1]
+            assert len(served.session.samples()) == 3
+
+    asyncio.run(play())
+
+
 def test_models_health_and_counted_tokens() -> None:
     async def play() -> None:
         async with serving() as served:
@@ -96,10 +123,70 @@ def test_models_health_and_counted_tokens() -> None:
             told = await served.post(MESSAGES, HELLO | {"max_tokens": 9})
             usage = told.json["usage"]
             assert counted.json["input_tokens"] == usage["input_tokens"]
-            assert (await served.post("/v1/other", {})).status == 404
-            assert (await served.send("GET", CHAT)).status == 405
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ["/v1/other", "/", "/s/KEY/v1/embeddings", "/v1/messages/batches"])
+def test_unknown_paths_and_methods_are_answered_in_json(path: str) -> None:
+    async def play() -> None:
+        async with serving() as served:
+            got = await served.post(path.replace("KEY", served.session.key), {})
+            assert (got.status, got.headers["content-type"]) == (404, "application/json")
+            assert "no endpoint has this path" in got.json["error"]["message"]
+            assert served.session.key.encode() not in got.body
+            if "messages" in path:
+                assert got.json["type"] == "error"
+                assert got.json["error"]["type"] == "not_found_error"
+            for method, known in (("GET", CHAT), ("DELETE", MESSAGES), ("POST", "/v1/models")):
+                got = await served.send(method, known)
+                assert (got.status, got.headers["content-type"]) == (405, "application/json")
+                assert method in got.json["error"]["message"] and got.headers["allow"]
+
+    asyncio.run(play())
+
+
+def test_a_fault_of_the_gateway_is_answered_in_json() -> None:
+    async def play() -> None:
+        async with serving(lambda _: 1 / 0) as served:
+            got = await served.post(CHAT, HELLO)
+            assert (got.status, got.headers["content-type"]) == (500, "application/json")
+            assert "division" not in got.json["error"]["message"]
+
+    asyncio.run(play())
+
+
+def test_metrics_in_the_format_of_prometheus() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            before = await served.send("GET", "/metrics", key="")
+            assert before.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert set(values(before).values()) == {0}
+            usage = (await served.post(CHAT, HELLO)).json["usage"]
+            served.engine.gate = asyncio.Event()
+            waiting = asyncio.ensure_future(served.post(CHAT, HELLO))
+            while len(served.engine.prompts) < 2:
+                await asyncio.sleep(0)
+            found = values(await served.send("GET", "/metrics", key=""))
+            assert found['spmd_rl_requests_total{end="answered"}'] == 1
+            assert found["spmd_rl_requests_open"] == 1
+            assert found["spmd_rl_prompt_tokens_total"] == usage["prompt_tokens"]
+            assert found["spmd_rl_generation_tokens_total"] == usage["completion_tokens"]
+            served.engine.gate.set()
+            await waiting
+            found = values(await served.send("GET", "/metrics", key=""))
+            assert found["spmd_rl_requests_open"] == 0
+
+    asyncio.run(play())
+
+
+def values(page: Any) -> dict[str, float]:
+    """The values of a page of Prometheus, by their names and labels."""
+    lines = page.body.decode().splitlines()
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def test_keys() -> None:
@@ -122,6 +209,42 @@ def test_keys() -> None:
             other.close()
             assert (await served.post(CHAT, HELLO, other.key)).status == 401
             assert served.gateway.num_sessions == 1
+
+    asyncio.run(play())
+
+
+def test_a_named_key_goes_before_a_bearer_and_one_in_the_path_before_both() -> None:
+    """Anthropic's client with a key of its own may find a bearer in the environment."""
+
+    async def play() -> None:
+        async with serving() as served:
+            key = served.session.key
+            assert (await served.post(CHAT, HELLO, "other", x_api_key=key)).status == 200
+            assert (await served.post(CHAT, HELLO, key, x_api_key="other")).status == 401
+            path = f"/s/{key}{CHAT}"
+            assert (await served.post(path, HELLO, "other", x_api_key="other")).status == 200
+
+    asyncio.run(play())
+
+
+def test_a_stop_token_of_the_client_is_no_part_of_the_text() -> None:
+    """Else the reply that the client sends back would not be the one that is held."""
+
+    async def play() -> None:
+        async with serving(lambda _: "yes;") as served:
+            (stop,) = served.engine.texts.encode(";")
+            body = HELLO | {"stop_token_ids": [stop]}
+            for streamed in (False, True):
+                got = await served.post(CHAT, body | {"stream": streamed})
+                if streamed:
+                    deltas = [one["choices"][0]["delta"] for one in got.events]
+                    assert "".join(one.get("content", "") for one in deltas) == "yes"
+                else:
+                    (choice,) = got.json["choices"]
+                    assert choice["message"]["content"] == "yes"
+                    assert choice["finish_reason"] == "stop"
+            (sample, *_) = served.session.samples()
+            assert sample.tokens[sample.mask][-1] == stop
 
     asyncio.run(play())
 
@@ -180,6 +303,95 @@ def test_refusals_have_the_form_of_the_dialect(path: str, body: Any, kind: Any) 
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_bytes_of_log_probs_are_the_text(path: str) -> None:
+    text = "caf\u00e9 \U0001f600"
+
+    async def play() -> None:
+        async with serving(lambda _: text + END) as served:
+            body: Any = {"input": "hi", "include": ["message.output_text.logprobs"]}
+            body = body if path == RESPONSES else HELLO | {"logprobs": True}
+            told = (await served.post(path, body)).json
+            if path == RESPONSES:
+                rows = told["output"][0]["content"][0]["logprobs"]
+            else:
+                rows = told["choices"][0]["logprobs"]["content"]
+            assert b"".join(bytes(row["bytes"]) for row in rows) == (text + END).encode()
+
+    asyncio.run(play())
+
+
+def test_unknown_fields_are_named_or_refused() -> None:
+    async def play() -> None:
+        told = {"thread": {"type": "create"}, "a\r\nb: \u00e9": 1, "max_tokens": 9}
+        asked = HELLO | told | {"chat_template_kwargs": {"unread": 1, "bos_token": "x"}}
+        async with serving() as served:
+            for path in (MESSAGES, MESSAGES + "/count_tokens", CHAT):
+                body = asked if "count" not in path else {**asked, "max_tokens": None}
+                got = await served.post(path, body)
+                assert got.status == 200, got.body
+                names = got.headers["x-spmd-ignored"].split(", ")
+                assert names[:2] == ["thread", "a??b???"]
+                assert names[2] == "chat_template_kwargs.unread"
+            got = await served.post(CHAT, HELLO | {f"{at}" * 99: 1 for at in range(9999)})
+            assert got.status == 200
+            assert len(got.headers["x-spmd-ignored"]) < 4096
+        async with serving(unknown_fields="refuse") as served:
+            got = await served.post(MESSAGES, asked)
+            assert got.status == 400
+            assert "agent.gateway.unknown_fields" in got.json["error"]["message"]
+
+    asyncio.run(play())
+
+
+LONG = "x" * (1 << 17)
+ASKED_LONG = {
+    "content": {"messages": [{"role": "user", "content": LONG}]},
+    "tools": HELLO | {"tools": [{"name": LONG, "function": {"name": LONG}, "input_schema": {}}]},
+    "metadata": HELLO | {"metadata": {"a": LONG}},
+    "messages": {"messages": [{"role": "user", "content": ""}] * 5000},
+    "arguments": {
+        "messages": [
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": LONG}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [MESSAGES, MESSAGES + "/count_tokens", CHAT])
+@pytest.mark.parametrize("what", ASKED_LONG)
+def test_long_requests_are_read_and_rendered_outside_of_the_event_loop(
+    path: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread())
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(app, "read_body")
+    noted(FakeTexts, "render")
+
+    async def play() -> None:
+        async with serving() as served:
+            await served.post(path, ASKED_LONG[what])
+            assert threading.current_thread() not in threads
+            assert threads
+            count = len(threads)
+            await served.post(CHAT, HELLO)
+            assert threading.current_thread() in threads[count:], "the control"
+
+    asyncio.run(play())
+
+
 def test_a_retry_gets_the_same_answer() -> None:
     async def play() -> None:
         async with serving(["one" + END, "two" + END, "three" + END]) as served:
@@ -190,6 +402,32 @@ def test_a_retry_gets_the_same_answer() -> None:
             assert fresh.json["choices"][0]["message"]["content"] == "two"
             named = [await served.post(CHAT, HELLO, idempotency_key="k") for _ in range(2)]
             assert named[0].body == named[1].body
+
+    asyncio.run(play())
+
+
+def test_equal_requests_at_once_are_drawn_one_by_one_and_a_retry_joins() -> None:
+    async def play() -> None:
+        numbers = itertools.count()
+        async with serving(lambda _: f"{next(numbers)}{END}") as served:
+            served.engine.gate = asyncio.Event()
+            calls = [asyncio.ensure_future(served.post(CHAT, HELLO)) for _ in range(4)]
+            while len(served.engine.prompts) < 4:
+                await asyncio.sleep(0)
+            retry = asyncio.ensure_future(served.post(CHAT, HELLO, x_stainless_retry_count="1"))
+            named = [
+                asyncio.ensure_future(served.post(CHAT, HELLO, idempotency_key="k"))
+                for _ in range(2)
+            ]
+            while len(served.engine.prompts) < 5:
+                await asyncio.sleep(0)
+            served.engine.gate.set()
+            bodies = [one.body for one in await asyncio.gather(*calls)]
+            assert len(set(bodies)) == 4
+            assert (await retry).body in bodies
+            first, second = await asyncio.gather(*named)
+            assert first.body == second.body
+            assert len(served.session.samples()) == 5
 
     asyncio.run(play())
 
@@ -260,6 +498,17 @@ def test_an_engine_that_fails_is_told_in_the_stream() -> None:
             for path in (CHAT, MESSAGES):
                 got = await served.post(path, HELLO | {"stream": True, "max_tokens": 9})
                 assert b"no more pages" in got.body
+
+    asyncio.run(play())
+
+
+def test_a_turn_that_the_engine_does_not_take_is_a_bad_request() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.problem = RefusedTurn("sampling.stop_ids holds 999")
+            got = await served.post(CHAT, HELLO | {"stop_token_ids": [999]})
+            assert got.status == 400
+            assert "holds 999" in got.json["error"]["message"]
 
     asyncio.run(play())
 
@@ -363,26 +612,58 @@ def test_garbage_is_no_request() -> None:
     asyncio.run(play())
 
 
-def test_more_connections_than_allowed_are_closed_and_the_rest_is_served() -> None:
+def test_connections_without_a_key_give_way_to_others() -> None:
+    """Half heads take all places, again and again; a client with a key is served all the same."""
+
     async def play() -> None:
-        async with serving(max_connections=200) as served:
-            held = [await served.connect() for _ in range(200)]
+        async with serving(max_connections=20) as served:
+            kept = await served.connect()
+            await answered(served, kept, 0)
+            strangers = []
+            for number in range(50):
+                strangers.append(await served.connect())
+                strangers[-1][1].write(b"POST / HTTP/1.1\r\nhost:")
+                if number % 10 == 9:
+                    assert (await served.post(CHAT, HELLO)).status == 200
+            for reader, writer in strangers[:30]:
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                writer.close()
+            await answered(served, kept, 1)
+            for _, writer in (kept, *strangers):
+                writer.close()
+
+    asyncio.run(play())
+
+
+def test_connections_with_a_key_keep_their_places() -> None:
+    async def play() -> None:
+        async with serving(max_connections=20) as served:
+            held = [await served.connect() for _ in range(20)]
+            for number, one in enumerate(held):
+                await answered(served, one, number)
             for _ in range(20):
                 reader, writer = await served.connect()
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await reader.readexactly(1)
                 writer.close()
-            for number, (_, writer) in enumerate(held):
-                body = {"messages": [{"role": "user", "content": str(number)}]}
-                data = json.dumps(body).encode()
-                writer.write(served.head("POST", CHAT, len(data)) + data)
-            answers = [await read_answer(reader) for reader, _ in held]
-            for _, writer in held:
-                writer.close()
-            assert {one.status for one in answers} <= {200, 429}
-            assert sum(one.status == 200 for one in answers) == len(served.session.samples())
+            for number, one in enumerate(held):
+                await answered(served, one, number + 20)
+                one[1].close()
+            assert len(served.session.samples()) == 40
 
     asyncio.run(play())
+
+
+async def answered(served: Served, connection: Any, number: int) -> None:
+    """Ask on a connection that stays open, and read the answer."""
+    reader, writer = connection
+    data = json.dumps({"messages": [{"role": "user", "content": str(number)}]}).encode()
+    writer.write(served.head("POST", CHAT, len(data), connection="keep-alive") + data)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    await reader.readexactly(int(size.split(b":")[1]))
 
 
 def test_where_the_gateway_may_listen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.logs import anthropic, openai_chat, openai_responses
 from spmd_rl.data.logs.form import call, message, tool
-from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.replies import ReplyPiece
@@ -182,17 +183,23 @@ BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments"
         (chat, CHAT | {"presence_penalty": 1}, "presence_penalty"),
         (chat, CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
         (chat, CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        (chat, CHAT | {"tools": [TOOL], "tool_choice": "none"}, "tool_choice"),
-        (chat, CHAT | {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (chat, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (chat, CHAT | {"function_call": {"name": "f"}}, "function_call"),
+        (chat, CHAT | {"guided_json": {"type": "object"}}, "guided_json"),
+        (chat, CHAT | {"best_of": 2}, "best_of"),
+        (chat, CHAT | {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (chat, CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        (chat, CHAT | {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        (messages, CHAT | {"chat_template_kwargs": {"continue_final_message": True}},
+         "chat_template_kwargs"),
+        (responses, INPUT | {"chat_template_kwargs": {"think": "false"}}, "chat_template_kwargs"),
         (chat, CHAT | {"max_tokens": 0}, "max_tokens"),
         (chat, CHAT | {"max_tokens": True}, "max_tokens"),
         (chat, CHAT | {"max_tokens": "4"}, "max_tokens"),
         (chat, CHAT | {"stop": [""]}, "stop"),
         (chat, CHAT | {"stop": ["a"] * 99}, "stop"),
         (chat, CHAT | {"stop_token_ids": [-1]}, "stop_token_ids"),
-        (chat, CHAT | {"functions": []}, "functions"),
         (chat, CHAT | {"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
-        (chat, CHAT | {"new_field": 1}, "new_field"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": "hi"}, "messages"),
         (chat, {"messages": [3]}, "messages[0]"),
@@ -208,20 +215,28 @@ BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments"
         (responses, INPUT | {"previous_response_id": "x"}, "previous_response_id"),
         (responses, INPUT | {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (responses, INPUT | {"include": ["file_search_call.results"]}, "include"),
-        (responses, INPUT | {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (responses, INPUT | {"include": [{}]}, "include"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         (messages, CHAT | {"tool_choice": {"type": "any"}}, "tool_choice"),
         (messages, CHAT | {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         (messages, CHAT | {"temperature": 0.1}, "temperature"),
         (messages, CHAT | {"top_k": 5}, "top_k"),
         (messages, CHAT | {"mcp_servers": [{}]}, "mcp_servers"),
+        (completions, {"prompt": "x", "n": 2}, "n"),
+        (completions, {"prompt": "x", "best_of": 2}, "best_of"),
+        (completions, {"prompt": "x", "logprobs": 2}, "logprobs"),
+        (completions, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
+        (completions, {"prompt": ["x", 3]}, "prompt"),
+        (completions, {"prompt": "x", "echo": True, "max_tokens": 0}, "max_tokens"),
+        (completions, {"prompt": ["x"] * 2, "stream": True}, "stream"),
         (tokens, {"token_ids": []}, "token_ids"),
         (tokens, {"token_ids": [-1]}, "token_ids"),
         (tokens, {"token_ids": [1.5]}, "token_ids"),
         (tokens, {"token_ids": [1 << 31]}, "token_ids"),
         (tokens, TOKENS | {"sampling_params": {"temperature": 0}}, "sampling_params.temperature"),
         (tokens, TOKENS | {"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs"),
-        (tokens, TOKENS | {"sampling_params": {"xtc": 1}}, "sampling_params.xtc"),
+        (tokens, TOKENS | {"stop_token_ids": [1], "sampling_params": {"stop_token_ids": ["x"]}},
+         "sampling_params.stop_token_ids"),
         (tokens, TOKENS | {"stream": True}, "stream"),
     ],
 )  # fmt: skip
@@ -237,6 +252,119 @@ def test_hints_are_ignored_by_name() -> None:
     assert asked.ignored == ("seed", "user")
     claude = CHAT | {"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 3}}
     assert messages.read(claude, RULES).ignored == ("thinking",)
+
+
+NEUTRAL = {
+    "n": 1, "best_of": 1, "prompt_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0, "length_penalty": 1, "logit_bias": {}, "cache_salt": None,
+    "use_beam_search": False, "min_tokens": 0, "ignore_eos": False, "bad_words": [], "echo": False,
+    "response_format": {"type": "text"}, "add_generation_prompt": True, "top_logprobs": 0,
+    "guided_json": None, "structured_outputs": None, "truncate_prompt_tokens": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (chat, CHAT | NEUTRAL | {"tool_choice": "auto", "parallel_tool_calls": True}),
+        (responses, INPUT | NEUTRAL | {"tool_choice": "auto"}),
+        (messages, CHAT | NEUTRAL | {"tool_choice": {"type": "auto"}}),
+        (tokens, TOKENS | {"sampling_params": NEUTRAL}),
+    ],
+)
+def test_values_that_change_nothing_pass_without_a_word(dialect: Any, body: Any) -> None:
+    asked = dialect.read(body, RULES)
+    assert (asked.ignored, asked.unknown) == ((), ())
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (chat, CHAT | {"tools": [TOOL]}),
+        (responses, INPUT | {"tools": [{"type": "function", "name": "f"}]}),
+        (messages, CHAT | {"tools": [{"name": "f", "input_schema": {}}]}),
+    ],
+)
+def test_no_choice_of_tools_is_a_prompt_without_them(dialect: Any, body: Any, choice: Any) -> None:
+    assert dialect.read(body, RULES).extras.tools
+    assert dialect.read(body | {"tool_choice": choice}, RULES).extras.tools == []
+
+
+def test_that_tools_run_one_by_one_is_ignored_by_name() -> None:
+    asked = chat.read(CHAT | {"tools": [TOOL], "parallel_tool_calls": False}, RULES)
+    assert (asked.ignored, len(asked.extras.tools)) == (("parallel_tool_calls",), 1)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    ignored = messages.read(CHAT | {"tool_choice": choice}, RULES).ignored
+    assert ignored == ("tool_choice.disable_parallel_tool_use",)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.36; cch=1f3;"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        BILLING + "\n\nBe brief.",
+        [{"type": "text", "text": BILLING}, {"type": "text", "text": "Be brief."}],
+        [{"type": "text", "text": BILLING + "\nBe brief."}],
+    ],
+)
+def test_a_line_of_claude_code_that_changes_is_left_out(system: Any) -> None:
+    asked = messages.read(CHAT | {"system": system}, RULES)
+    assert asked.messages[0] == {"role": "system", "content": "Be brief."}
+    assert asked.ignored == ("system.x-anthropic-billing-header",)
+    alone = messages.read(CHAT | {"system": BILLING}, RULES)
+    assert [one["role"] for one in alone.messages] == ["user"]
+    plain = messages.read(CHAT | {"system": "a\n" + BILLING}, RULES)
+    assert BILLING in plain.messages[0]["content"] and not plain.ignored
+
+
+def said(*more: Any) -> list[Any]:
+    return [{"role": "user", "content": "hi"}, *more, {"role": "user", "content": "on"}]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "unknown"),
+    [
+        (chat, CHAT | {"new_field": 1, "functions": [{}], "extra_body": {"a": 1}},
+         ("new_field", "functions", "extra_body")),
+        (messages, CHAT | {"thread": {"type": "create"}}, ("thread",)),
+        (responses, INPUT | {"moderation": {}}, ("moderation",)),
+        (tokens, TOKENS | {"x": 1, "sampling_params": {"xtc": 1}}, ("x", "sampling_params.xtc")),
+        (chat, {"messages": said({"role": "assistant", "content": "a", "annotations": [],
+                "audio": None, "phase": "final"})}, ("messages[].phase",)),
+        (chat, {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]},
+         ("messages[].content[].cache_control",)),
+        (messages, {"messages": said({"role": "assistant", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}, "caller": {"type": "x"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
+             "is_error": True, "content": [{"type": "text", "text": "t", "new": 1}]}]}),
+            "tools": [{"name": "f", "input_schema": {}, "strict": True}]},
+         ("messages[].content[].caller", "messages[].content[].is_error",
+          "messages[].content[].content[].new", "tools[].strict")),
+        (responses, {"input": [{"role": "user", "content": "hi", "phase": "x"}],
+                     "tools": [{"type": "function", "name": "f", "strict": True}]},
+         ("input[].phase", "tools[].strict")),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_passed_over_by_name(
+    dialect: Any, body: Any, unknown: tuple[str, ...]
+) -> None:
+    assert dialect.read(body, RULES).unknown == unknown
+
+
+def test_a_text_among_token_ids_takes_no_memory_of_its_own() -> None:
+    """An array of them all would have 1 GB."""
+    ids: list[Any] = [1] * 1000 + ["x" * (1 << 18)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused):
+            tokens.read({"token_ids": ids}, RULES)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 bodies = st.recursive(
@@ -269,3 +397,22 @@ def test_garbage_is_read_or_refused(dialect: Any, body: Any) -> None:
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused):
         read_body(body)
+
+
+def test_tools_that_are_no_functions_are_left_out_and_named() -> None:
+    function = {"type": "function", "name": "f", "parameters": {}}
+    given = [function, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    asked = responses.read(INPUT | {"tools": given, "store": True}, RULES)
+    assert [tool["function"]["name"] for tool in asked.extras.tools] == ["f"]
+    assert asked.ignored == ("store", "tools.web_search", "tools.namespace")
+    asked = chat.read(CHAT | {"tools": [{"type": "custom", "custom": {"name": "c"}}]}, RULES)
+    assert (asked.extras.tools, asked.ignored) == ([], ("tools.custom",))
+    for kind in ("x\r\ny: z", 3, ["function"]):
+        with pytest.raises(Refused):
+            responses.read(INPUT | {"tools": [function, {"type": kind}]}, RULES)
+
+
+def test_an_earlier_thought_is_read_by_the_name_that_a_client_gives_it() -> None:
+    said = {"role": "assistant", "content": "a", "reasoning": "because"}
+    body = {"messages": [CHAT["messages"][0], said, CHAT["messages"][0]]}
+    assert chat.read(body, RULES).messages[1]["reasoning_content"] == "because"

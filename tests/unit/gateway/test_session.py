@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable
 from typing import Any
 
@@ -12,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.data.logs.form import message
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.gateway.branches import ALL, MAIN, Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.gateway.plan import SessionParts
-from spmd_rl.gateway.replies import ReplyFormat
+from spmd_rl.gateway.replies import ReplyFormat, choose_format
 from spmd_rl.gateway.session import NO_TURNS, REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
 from spmd_rl.hooks.context import HookContext
@@ -49,15 +50,18 @@ def make(replies: Any, chat_template: str = CHATML, **config: Any) -> tuple[Sess
     return session, engine
 
 
-async def draw(session: Session, messages: list[Any], **asked: Any) -> Drawn:
+async def draw(
+    session: Session, messages: list[Any], *, again: bool = False, lost: bool = False, **asked: Any
+) -> Drawn:
+    """Draw a reply, as a retry if `again`. `lost` says that the client misses the answer."""
     call = session.ask(
-        Asked(model="", messages=messages, **asked), repr((messages, asked)).encode(), again=False
+        Asked(model="", messages=messages, **asked), repr((messages, asked)).encode(), again=again
     )
     call.join()
     try:
         return await asyncio.shield(call.task)
     finally:
-        session.leave(call)
+        session.leave(call, answered=not lost)
 
 
 def run(play: Awaitable[Any]) -> Any:
@@ -183,26 +187,92 @@ def test_token_ids_go_on_where_they_were_drawn() -> None:
     check_exact(session, engine)
 
 
-def test_equal_requests_that_are_open_are_one_call() -> None:
-    session, engine = make(["one" + END, "two" + END, "three" + END])
+def numbered() -> Any:
+    numbers = itertools.count()
+    return lambda prompt: f"{next(numbers)}{END}"
+
+
+async def opened(session: Session, number: int) -> list[asyncio.Task[Drawn]]:
+    """Ask the same so often at once, and return the calls once all are open."""
+    before = len(session._open)
+    calls = [asyncio.create_task(draw(session, [user("a")])) for _ in range(number)]
+    while len(session._open) < before + number:
+        await asyncio.sleep(0)
+    return calls
+
+
+def test_equal_requests_at_once_are_draws_of_their_own() -> None:
+    session, engine = make(numbered())
+
+    async def play() -> None:
+        drawn = await asyncio.gather(*(draw(session, [user("a")]) for _ in range(8)))
+        assert len({one.message["content"] for one in drawn}) == 8
+        assert len({one.begun.id for one in drawn}) == 8
+
+    run(play())
+    assert len(session.samples()) == 8
+    check_exact(session, engine)
+
+
+def test_a_retry_joins_the_call_that_is_open_or_answered() -> None:
+    session, engine = make(numbered())
 
     async def play() -> None:
         engine.gate = asyncio.Event()
-        same = [asyncio.ensure_future(draw(session, [user("a")])) for _ in range(3)]
+        (waiting,) = await opened(session, 1)
+        retry = asyncio.create_task(draw(session, [user("a")], again=True))
         await engine.started.wait()
         engine.gate.set()
-        first = await asyncio.gather(*same)
-        assert {id(one) for one in first} == {id(first[0])}
-        request = repr(([user("a")], {})).encode()
-        again = session.ask(Asked(model="", messages=[user("a")]), request, again=True)
-        assert (await again.task) is first[0]
-        fresh = await draw(session, [user("a")])
-        assert fresh.message["content"] == "two", "without a retry it is another draw"
-        assert fresh.begun.id != first[0].begun.id
+        first = await waiting
+        assert (await retry) is first
+        assert (await draw(session, [user("a")], again=True)) is first
 
     run(play())
-    assert len(session.samples()) == 2
+    assert len(session.samples()) == 1
     check_exact(session, engine)
+
+
+def test_a_retry_gets_the_answer_that_its_client_has_missed() -> None:
+    session, _ = make(numbered())
+
+    async def play() -> None:
+        whole = [draw(session, [user("a")], lost=place == 1) for place in range(3)]
+        missed = (await asyncio.gather(*whole))[1]
+        assert (await draw(session, [user("a")], again=True)) is missed
+
+    run(play())
+
+
+def test_retries_of_what_got_no_answer_are_draws_of_their_own() -> None:
+    """Of equal requests at once two are refused, one hangs up, and a later one fails."""
+    session, engine = make(numbered(), max_waiting=3)
+
+    async def play() -> None:
+        engine.gate = asyncio.Event()
+        calls = await opened(session, 3)
+        for _ in range(2):
+            with pytest.raises(Refused):
+                await draw(session, [user("a")])
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        while len(session._open) == 3:
+            await asyncio.sleep(0)
+        retries = [asyncio.create_task(draw(session, [user("a")], again=True))]
+        while len(session._open) < 3:
+            await asyncio.sleep(0)
+        engine.gate.set()
+        drawn = await asyncio.gather(*calls[1:], *retries)
+        drawn += [await draw(session, [user("a")], again=True) for _ in range(2)]
+        engine.problem = SpmdError("no more pages")
+        with pytest.raises(SpmdError):
+            await draw(session, [user("a")])
+        engine.problem = None
+        drawn.append(await draw(session, [user("a")], again=True))
+        assert len({one.begun.id for one in drawn}) == 6
+        assert (await draw(session, [user("a")], again=True)) in drawn
+
+    run(play())
+    assert len(session.samples()) == 6
 
 
 def test_a_client_that_leaves_loses_its_turn_alone() -> None:
@@ -301,12 +371,38 @@ def test_the_share_of_rewritten_turns_is_told() -> None:
     assert session._ctx.metrics == {REWRITTEN: 0.5}
 
 
-def test_tools_need_a_known_form() -> None:
+@pytest.mark.parametrize("kind", ["head", "window", "summary"])
+def test_calls_that_begin_anew_after_replies_of_the_session_are_rewritten(kind: str) -> None:
+    """A system prompt that changes, and a window of the last messages; no reply is in a summary."""
+    numbers = itertools.count()
+    session, _ = make(lambda prompt: f"{next(numbers)}{END}")
+
+    async def play() -> None:
+        past: list[Any] = [user("a")]
+        for turn in range(4):
+            asked = {
+                "head": [message("system", f"It is 12:0{turn}."), *past],
+                "window": past[-3:] if turn < 2 else past[-2:],
+                "summary": [user(f"so far: {turn}")],
+            }[kind]
+            past = [*past, said(await draw(session, asked)), user(f"b{turn}")]
+        session.close()
+
+    run(play())
+    shares = {"head": 0.75, "window": 0.5, "summary": 0.0}
+    assert session._ctx.metrics == {REWRITTEN: shares[kind]}
+
+
+@pytest.mark.parametrize("command", ["agent.gateway", "gateway"])
+def test_tools_need_a_known_form(command: str) -> None:
+    """The settings of a run and of `spmd-rl serve` have other names."""
+    with pytest.raises(ConfigError, match=f"^{command}.response_template = 'x': no file"):
+        choose_format("x", None, command)
     texts = FakeTexts()
-    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy", settings=command)
     engine: Any = FakeEngine(texts, ["x"])
     session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
-    with pytest.raises(Refused, match="response_template"):
+    with pytest.raises(Refused, match=f"name a form in {command}.response_template"):
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.program import Site
@@ -235,7 +236,7 @@ async def is_refused(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) ->
     await engine.complete(transcript)
     try:
         await engine.complete(transcript)
-    except Exception as error:
+    except RefusedTurn as error:
         ctx.emit(str(error), 1)
     return transcript.sample()
 
@@ -244,6 +245,16 @@ async def waits(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Samp
     transcript = Transcript(prompt)
     await engine.complete(transcript)
     return transcript.sample()
+
+
+async def sleeps(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+async def holds_the_loop(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    threading.Event().wait()
+    raise AssertionError("nobody sets it")
 
 
 async def breaks_once(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:

@@ -81,6 +81,32 @@ def test_a_typed_failure_is_told_and_ends_no_run() -> None:
     assert event.problem == "tool: no answer from the search index"
 
 
+@pytest.mark.parametrize(
+    ("text", "limits", "kind", "problem"),
+    [
+        ("sleeps", {"episode_deadline_s": 0.5}, "timeout", "took longer than 0.5 s"),
+        ("holds_the_loop", {"deadline_s": 2.0}, "timeout", "held its event loop for longer"),
+        ("breaks_once", {}, "agent", "ended its process with exit code 4"),
+    ],
+)
+def test_an_episode_that_gives_no_answer_ends_no_run(
+    text: str, limits: dict[str, float], kind: str, problem: str
+) -> None:
+    with open_pool(generate=f"{HOOKS}:play", **limits) as pool:
+        bad, good = play(pool, [text, "two_turns"])
+    assert isinstance(bad, Failed)
+    assert (bad.kind, bad.is_spared) == (kind, True)
+    assert problem in bad.problem
+    assert isinstance(good, EpisodeEnded)
+
+
+def test_an_error_of_an_episode_has_no_kind() -> None:
+    with open_pool(generate=f"{HOOKS}:play") as pool:
+        (event,) = play(pool, ["returns_nothing"])
+    assert isinstance(event, Failed)
+    assert (event.kind, event.is_spared) == (None, False)
+
+
 def test_a_program_is_opened_once_and_closed(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     cfg = HookConfig(generate=f"{HOOKS}:Counted", processes=1)

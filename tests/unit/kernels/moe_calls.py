@@ -69,7 +69,7 @@ def mixture(
     assert isinstance(module, MoeMlp)
     for expert in module.experts if rank else ():
         for layer in expert.children():
-            layer.adapt(LoraConfig(rank=rank))
+            layer.adapt(rank, LoraConfig(rank=rank).scale)
     module.load_state_dict(state)
     return module
 

@@ -62,6 +62,32 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
 
+def test_bfloat16_where_its_products_do_not_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs with AMX: the sums of a product of bfloat16 depend on its height and width."""
+    plain, lengths, heads = torch.bmm, [70, 33, 5], Heads(4, 2, 32)
+
+    def by_shape(x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return plain(x, y)
+        part = 1 + (x.shape[1] + y.shape[2]) % (x.shape[2] - 1)
+        return plain(x[..., :part], y[:, :part]) + plain(x[..., part:], y[:, part:])
+
+    monkeypatch.setattr(torch, "bmm", by_shape)
+    data = paged_case.qkv(sum(lengths), heads, dtype=torch.bfloat16, device=CPU)
+
+    def unequal() -> int:
+        paged = Paged(lengths, heads, 16, dtype=torch.bfloat16, device=CPU).chunks(data, SIZES)
+        return int((paged != packed(*data, lengths, heads)[: len(paged)]).sum())
+
+    assert unequal() == 0
+    near = oracle(*(x.double() for x in data), lengths, heads)
+    torch.testing.assert_close(
+        packed(*data, lengths, heads)[: len(near)].double(), near, rtol=5e-3, atol=5e-3
+    )
+    monkeypatch.setattr(torch, "promote_types", lambda dtype, _: dtype)
+    assert unequal() > 0, "the control"
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
     """Batches are chosen as on a GPU, by rows and keys: many of them instead of two."""

@@ -142,7 +142,6 @@ def test_pages_of_flash_attention_are_decoded_for_it(monkeypatch: pytest.MonkeyP
 def test_one_new_token_each_is_decoded_over_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy is made where the kernel for decoding is there: it would be read too early."""
     monkeypatch.setattr(flash_decode, "has_flash", lambda: True)
-    monkeypatch.setattr(FlashAttention, "reads_codes", True)
     table, starts = np.array([[5, 2, -1], [3, 99, 99]]), np.array([200, 7])
     counter = torch.zeros(1, dtype=torch.int32)
     for split, kind in ((0, DecodeFlash), (256, DecodeSplits)):
@@ -160,7 +159,6 @@ def test_codes_have_graphs_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyP
     coded = with_codes(plain, (0, 0), CPU)
     assert coded.facts() == plain.facts()
     assert not coded.fuses_write
-    monkeypatch.setattr(FlashAttention, "reads_codes", True)
     of_flash = with_codes(FlashAttention(CPU), (0, 0), CPU)
     assert of_flash.fuses_write and not of_flash.fits_prefill_graphs
     for has_flash in (False, True):

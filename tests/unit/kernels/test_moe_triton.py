@@ -38,7 +38,7 @@ def mixture(sizes: tuple[int, ...], normalizes: bool, rank: int = 0, shared: int
     assert isinstance(module, MoeMlp)
     for expert in module.experts if rank else ():
         for layer in expert.children():
-            layer.adapt(LoraConfig(rank=rank))
+            layer.adapt(rank, LoraConfig(rank=rank).scale)
     generator = torch.Generator().manual_seed(sum(sizes))
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)

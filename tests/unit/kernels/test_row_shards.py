@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.row_shards import ColumnParallel, RowParallel
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS
-from spmd_rl.model.parts.part import VOCAB_SHARDS
+from spmd_rl.model.held.held import VOCAB_SHARDS
 from tests.shared_ranks import Meeting, ThreadExchange, on_ranks
 
 

@@ -157,6 +157,29 @@ def test_the_library_is_compared_once_a_shape(
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (4, 16), (512, 200)])
+def test_the_comparison_sees_two_sums_in_place_of_one(
+    n: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where tall products are cut along K: most elements differ, also after rounding."""
+    plain = F.linear
+
+    def summed(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        whole = plain(x.float(), w.float())
+        if len(x) > cpu.ROW_TILE:
+            left = plain(x[:, : k // 3].float(), w[:, : k // 3].float())
+            whole = left + plain(x[:, k // 3 :].float(), w[:, k // 3 :].float())
+        return whole.to(x.dtype)
+
+    monkeypatch.setattr(cpu.F, "linear", summed)
+    threads = torch.get_num_threads()
+    assert not cpu.rows_are_independent.__wrapped__(n, k, False, dtype, threads)
+    monkeypatch.setattr(cpu, "LARGE", 1.0)
+    seen = not cpu.rows_are_independent.__wrapped__(n, k, False, torch.bfloat16, threads)
+    assert not seen or n * k > 1000, "the control: plain numbers hide it in few elements"
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_linear_with_threads(threads: int) -> None:
     before = torch.get_num_threads()

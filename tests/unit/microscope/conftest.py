@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
-from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.config import NativeEngineConfig
 
@@ -27,21 +27,22 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "arithmetic" / "mod
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    like = tmp_path_factory.mktemp("like") / "model"
+    return write_model(tmp_path_factory.mktemp("like"))
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """Write the model of the example with these changes of its config. No norm or bias is plain."""
+    like = folder / "model"
     shutil.copytree(EXAMPLE, like)
-    config = json.loads((like / "config.json").read_text())
-    (like / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    spec = read_spec(like)
-    model = CausalLM(spec)
-    model.load_state_dict(dict(random_weights(spec, seed=1)))
+    config = json.loads((like / "config.json").read_text()) | {"max_position_embeddings": 256}
+    (like / "config.json").write_text(json.dumps(config | changes))
     generator = torch.Generator().manual_seed(2)
-    tensors = {
-        name: one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one
-        for name, one in model.named_parameters()
-    }
-    target = like.parent / "hf"
-    save_folder(target, like, tensors.items())
-    return target
+    tensors = (
+        (name, one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one)
+        for name, one in random_weights(read_spec(like), seed=1)
+    )
+    save_folder(folder / "hf", like, tensors)
+    return folder / "hf"
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,9 @@ from spmd_rl.microscope.replay.inputs import case_of_run, find_samples, mismatch
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import random_weights, read_weights, save_folder
+from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.peft_folder import save_adapters
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE, merged
@@ -128,7 +130,7 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert mismatch(run) == 0
-    said = capsys.readouterr().out
+    said, _ = capsys.readouterr().out.splitlines()
     assert "agree in every bit" in said
     assert (
         "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. "
@@ -561,3 +563,119 @@ def test_megatron_core_and_a_side_that_ran_elsewhere_are_refused() -> None:
     options = parse_options(["runs/demo", "--left=megatron", "--right=sglang"], None)
     with pytest.raises(SpmdError, match="both keep their weights to themselves"):
         check_sides(options)
+
+
+def test_the_first_line_says_what_was_not_looked_at(run: Path, mismatch, capsys) -> None:
+    config = run / "config.toml"
+    config.write_text(
+        f"{config.read_text()}top_p = 0.9\nreplay_filters = true\nreplay_routes = true\n"
+        "[split.train]\ntp = 2\npp = 2\nfsdp = 0\n[trainer.backend]\nkind = 'megatron'\n"
+        "[trainer.lora]\nrank = 4\n"
+    )
+    assert mismatch(run) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == (
+        "Not looked at, so faults there cannot be seen: exchanges of the trainer's ranks, of which "
+        "one replays all (pp 2, tp 2); Megatron-core, in whose place our trainer computes; "
+        "adapters of the run, as the folder of its weights has none; kept sets of top_p, as both "
+        "sides score over the whole vocabulary; recorded routes of experts, as each side chooses "
+        "its own."
+    )
+    assert "agree in every bit" in said[2]
+    assert len(replayed(run)["limits"]) == 5
+    assert mismatch(run, "--left", "engine", "--right", "transformers") in (0, 1)
+    assert "trainer" not in capsys.readouterr().out.split("cannot be seen")[1]
+
+
+@pytest.fixture
+def lora_run(run: Path, folder: Path) -> Path:
+    """A run of adapters that change every projection, on the base in `folder`."""
+    shutil.rmtree(run / "hf")
+    lora = LoraConfig(rank=4, alpha=8.0)
+    generator = torch.Generator().manual_seed(3)
+    shapes = lora.shapes(read_spec(folder)).items()
+    adapters = [(name, 0.1 * torch.randn(shape, generator=generator)) for name, shape in shapes]
+    save_adapters(run / "hf", folder, lora, adapters)
+    config = run / "config.toml"
+    config.write_text(f"{config.read_text()}[trainer.lora]\nrank = 4\nalpha = 8.0\n")
+    return run
+
+
+def test_adapters_are_replayed_beside_their_base(
+    lora_run: Path, folder: Path, mismatch, capsys
+) -> None:
+    assert mismatch(lora_run) == 0
+    assert "agree in every bit" in capsys.readouterr().out
+    assert f"adapters on {folder}" in replayed(lora_run)["weights"]
+    assert mismatch(lora_run, "--right", "transformers") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Transformers computes with the adapters merged into the weights."
+    assert said[1].startswith("layer 0 q_proj: ")
+    assert said[2].endswith("the contract's product.")
+    data = replayed(lora_run, "engine-transformers")
+    of_products = [one for one in data["causes"] if one["op"].endswith("_proj")]
+    assert {one["right"]["arithmetic"][0].partition(":")[0] for one in of_products} <= {
+        "the adapter merged into the weight",
+        "the library's product, the adapter merged",
+    }
+    assert mismatch(lora_run, "--model", folder) == 0
+    assert "adapters of the run, as the folder" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_an_engine_that_merged_adapters_is_replayed_with_them_merged(
+    lora_run: Path, mismatch, capsys
+) -> None:
+    config = lora_run / "config.toml"
+    config.write_text(f"{config.read_text()}merged_push = true\n")
+    assert mismatch(lora_run) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("The engine computes with the adapters merged into the weights.")
+    assert "the adapter merged into the weight" in said
+
+
+@pytest.mark.parametrize("weights", ["e4m3", "int4"])
+def test_beside_transformers_codes_are_no_difference(
+    run: Path, mismatch, capsys, weights: str
+) -> None:
+    formats = f'weights = "{weights}"\ncache = "e4m3"\n'
+    config = run / "config.toml"
+    config.write_text(
+        config.read_text().replace("[engine]\n", f"[trainer]\n{formats}[engine]\n{formats}")
+    )
+    assert mismatch(run) == 0
+    capsys.readouterr()
+    assert mismatch(run, "--left", "engine", "--right", "transformers") == 1
+    said = capsys.readouterr().out
+    assert f"computes with what the {weights} codes of weights stand for" in said
+    causes = replayed(run, "engine-transformers")["causes"]
+    assert not [one["op"] for one in causes if not one["left"]["arithmetic"]]
+    (attention,) = [one for one in causes if one["op"] == "attention"]
+    assert "rounded to codes of 8 bits" in attention["left"]["arithmetic"][0]
+
+
+def test_what_another_program_is_to_compute_with_has_no_adapters(
+    lora_run: Path, mismatch, tmp_path: Path
+) -> None:
+    assert mismatch(lora_run, "--write-inputs", tmp_path / "inputs.json") == 0
+    model = json.loads((tmp_path / "inputs.json").read_text())["model"]
+    assert dict(read_weights(model)).keys() == read_spec(model).parameter_shapes().keys()
+
+
+def test_torch_starts_no_threads_before_ranks_are_forked(
+    run: Path, mismatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is forked from a process with threads would wait for them for ever."""
+    seen: list[int] = []
+
+    def replay(*_: object) -> list[Any]:
+        seen.append(torch.get_num_threads())
+        return []
+
+    monkeypatch.setattr("spmd_rl.microscope.command._replay_ranks", replay)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert mismatch(run) == 0
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)

@@ -78,7 +78,7 @@ def test_zero_b_leaves_the_bases_output() -> None:
 
 def test_gradients_are_those_of_plain_torch_in_float64() -> None:
     layer = Linear(24, 40, bias=True)
-    layer.adapt(LORA)
+    layer.adapt(LORA.rank, LORA.scale)
     layer.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
@@ -157,6 +157,6 @@ def test_adapters_are_joined_if_each_projection_has_one() -> None:
         assert joined is not None
         assert (joined.adapters is not None) == (number == 2)
         if number < 2:
-            projections[number].adapt(LORA)
+            projections[number].adapt(LORA.rank, LORA.scale)
     assert joined.adapters.down.shape == (6, 24)
     assert joined.adapters.up.shape == (56, 3)

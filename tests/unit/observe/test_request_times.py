@@ -207,3 +207,62 @@ def test_lanes_are_in_the_file_of_the_process(tmp_path: Path) -> None:
         ("queue", "request 1"),
         ("decode", "request 1"),
     ]
+
+
+def test_what_agents_take_is_neither_queue_nor_grading(clock: Clock) -> None:
+    times, key = RequestTimes(Spans()), (5, 0)
+    times.submit(key)
+    clock.wait(3)
+    times.mark_asked(key)
+    clock.wait(1)
+    times.mark("started", key)
+    clock.wait(2)
+    times.mark("first_token", key)
+    for seconds in (1, 2):
+        clock.wait(seconds)
+        times.mark_turn(5)
+    clock.wait(4)
+    times.mark_over(key)
+    clock.wait(5)
+    times.mark("graded", key)
+    stages = stages_of(times.finish(key))
+    assert stages == {"agent": 7, "queue": 1, "prefill": 2, "decode": 3, "grading": 5}
+
+
+def test_an_episode_that_asks_for_no_turn_is_its_agents(clock: Clock) -> None:
+    spans = Spans()
+    times, key = RequestTimes(spans), (5, 0)
+    times.submit(key)
+    clock.wait(9)
+    times.mark_over(key)
+    times.mark("graded", key)
+    assert stages_of(times.finish(key)) == {"agent": 9, "decode": 0, "grading": 0}
+    assert spans.found[0][:4] == ("agent", "request 1", 0, 9)
+
+
+def test_turns_of_another_sample_than_the_first_count_too(clock: Clock) -> None:
+    """The first sample asks for nothing, so that nobody knows of its queue and prefill."""
+    times, key = RequestTimes(Spans()), (5, 0)
+    times.submit(key)
+    clock.wait(2)
+    times.mark_asked((5, 3))
+    clock.wait(3)
+    times.mark_turn(5)
+    clock.wait(4)
+    times.mark_over(key)
+    assert stages_of(times.finish(key)) == {"agent": 6, "decode": 3}
+
+
+def test_no_stage_ends_before_it_began(clock: Clock) -> None:
+    """A turn of the first sample that is given up may begin after the last one that was drawn."""
+    times, key = RequestTimes(Spans()), (5, 0)
+    times.submit(key)
+    times.mark_asked((5, 3))
+    clock.wait(1)
+    times.mark_turn(5)
+    clock.wait(1)
+    times.mark_asked(key)
+    times.mark("started", key)
+    times.mark("first_token", key)
+    times.mark_over(key)
+    assert min(stages_of(times.finish(key)).values()) == 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
-from spmd_rl.offload.gpu_overhead import gpu_overhead
+from spmd_rl.offload.gpu_overhead import Peers, gpu_overhead
 from spmd_rl.offload.ledger import Entry, Ledger
 
 PHASES = ("sync", "rollout", "train")
@@ -93,8 +93,21 @@ def test_host_memory_is_there_all_the_time() -> None:
 def test_what_a_gpu_takes() -> None:
     mib = 1 << 20
     alone, many = (
-        {entry.tag: entry.num_bytes for entry in gpu_overhead(*counts)}
-        for counts in ((4, 0, 0), (7, 1, 1))
+        {entry.tag: entry.num_bytes for entry in gpu_overhead(*counts, ranks_per_host=8)}
+        for counts in ((4, 0, ()), (7, 1, (Peers((0, 1), 1),)))
     )
     assert alone == {"context": 720 * mib, "communicators": (170 + 4 * 196) * mib}
     assert many["communicators"] == (170 + 250 + 7 * 196 + (24 + 32) * 12) * mib
+
+
+def test_peers_of_other_hosts_share_their_buffers() -> None:
+    """Beside two channels to each rank of the same host."""
+    mib, host = 1 << 20, tuple(range(8))
+    assert Peers(host, 0).num_bytes(8) == 0
+    assert Peers(host, 7).num_bytes(8) == 7 * 32 * 12 * mib
+    shared = (8 + 1) * 64 * mib
+    for num_ranks in (16, 256, 8192):
+        every = Peers(tuple(range(num_ranks)), num_ranks - 1)
+        assert every.num_bytes(8) == 7 * 2 * 12 * mib + shared
+    assert Peers(tuple(range(4, 12)), 1).num_bytes(8) == 2 * 12 * mib + shared
+    assert Peers(tuple(range(4, 8)), 3).num_bytes(4) == 3 * 32 * 12 * mib

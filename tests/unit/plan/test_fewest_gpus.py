@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from benchmarks.shapes import config
 from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.plan import main
-from spmd_rl.plan.resolve import resolve
+from spmd_rl.plan import fewest_gpus, main
+from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.savings import key_of, layouts
 from spmd_rl.recipes.grpo import Config
 from tests.unit.plan.test_megatron import QWEN3_30B_A3B
@@ -73,15 +74,21 @@ def test_a_small_model_fits_one_gpu_as_it_is(
 def test_32b_has_an_answer_on_8_gpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, asked(models / "32B", f"--gpu-gib={H200}"))
     tried = [line.split()[0] for line in out[: out.index("")]]
-    assert tried == ["1", "2", "4"]
+    assert tried == ["1", "2", "4", "which"]
     assert "no: rank 0: phase" in out[0]
     assert out[2].split("fits: ")[1] == (
         "--nproc 4 --trainer.backend.offload=moments --trainer.backend.recompute=all"
     )
+    assert out[3] == (
+        "            which costs: each step copies the moments to the GPU and back; "
+        "33% more operations in a train step"
+    )
     on_gpu = ["--trainer.backend.offload=none", "--host-gib=600"]
     out = said(capsys, asked(models / "32B", f"--gpu-gib={H200}", *on_gpu))
-    fits = out[out.index("") - 1]
-    assert fits.split("fits: ")[1] == "--nproc 8 --trainer.backend.recompute=all"
+    fits = out[out.index("") - 2]
+    assert fits.split("fits: ")[1] == (
+        "--nproc 8 --trainer.backend.recompute=cheap --trainer.max_tokens=4096"
+    )
 
 
 def test_the_flags_that_are_printed_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +129,7 @@ def test_a_layout_that_fits_80_gb_is_found_and_its_flags_fit(
 ) -> None:
     given = [f"--model={models / name}", "--data=x.jsonl", "--gpu-gib=79.1"]
     out = said(capsys, [*words, *given, "--fewest-gpus"])
-    fits = out[out.index("") - 1].split("fits: ")[1]
+    fits = out[out.index("") - 2].split("fits: ")[1]
     assert fits.startswith(f"--nproc 8 {layout}")
     assert main([*words, *given, *fits.split()]) == 0
     assert "fits in 79.1 GiB" in capsys.readouterr().out
@@ -181,8 +188,9 @@ def test_the_settings_for_the_gpus_that_there_are(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = said(capsys, asked(models / "8B", "--gpu-gib=79.1", "--world=8"))
-    assert out[0] == "    8 GPUs  fits: --nproc 8 --trainer.backend.recompute=all"
-    assert out[1] == ""
+    assert out[0] == "    8 GPUs  fits: --nproc 8 --trainer.max_tokens=8192"
+    assert out[1] == "            which costs: no operations, but more micro-batches"
+    assert out[2] == ""
     assert "world of 8" in out
     with pytest.raises(PlanError, match="1 GPU do not suffice: each needs .*; without --world, mo"):
         main(asked(models / "32B", "--gpu-gib=79.1", "--world=1"))
@@ -193,12 +201,30 @@ def test_a_plan_that_does_not_fit_names_the_setting_that_helps(
 ) -> None:
     words = ["grpo", f"--model={models / '8B'}", "--data=x.jsonl", "--gpu-gib=79.1"]
     with pytest.raises(
-        PlanError, match=r"there are 79\.10 GiB; it fits with --trainer\.backend\.recompute=all$"
+        PlanError,
+        match=r"there are 79\.10 GiB; it fits with --trainer\.max_tokens=8192, which costs: no op",
     ):
         main([*words, "--world=8"])
+    with pytest.raises(PlanError, match=r"recompute=cheap --.*=4096, which costs: elementwise op"):
+        main([*words, "--world=8", "--gpu-gib=45"])
+    kept = "--trainer.max_tokens=16384"
+    with pytest.raises(PlanError, match=r"recompute=all, which costs: 33% more operations"):
+        main([*words, "--world=8", kept])
     assert "activations " in capsys.readouterr().out
     with pytest.raises(PlanError, match="no settings of the plan save enough: --fewest-gpus finds"):
         main([*words[:1], f"--model={models / '32B'}", *words[2:], "--world=1"])
+
+
+@pytest.mark.parametrize("world", ["64", "256", "1024"])
+def test_large_worlds_of_shared_ranks_fit(
+    models: Path, capsys: pytest.CaptureFixture[str], world: str
+) -> None:
+    """A rank's connections are those to its host's ranks, and buffers for all others together."""
+    words = ["--gpu-gib=79.1", f"--world={world}", "--trainer.max_tokens=8192"]
+    out = said(capsys, ["grpo", f"--model={models / '8B'}", "--data=x.jsonl", *words])
+    assert out[-1] == "fits in 79.1 GiB"
+    (line,) = [line for line in out if line.startswith("  communicators ")]
+    assert all(float(size) < 4 for size in line.split()[1::2])
 
 
 def test_sequences_that_find_no_room_are_counted(
@@ -212,7 +238,7 @@ def test_sequences_that_find_no_room_are_counted(
     summary = out[: out.index("")]
     fits = next(line for line in summary if "fits: " in line)
     world = int(fits.split()[0])
-    waits = summary[summary.index(fits) + 1].strip()
+    waits = summary[summary.index(fits) + 2].strip()
     kv = float(next(line for line in out if line.startswith("  kv ")).split("GiB")[0].split()[-1])
     each, held = 512 // world, int(kv / 8.25)
     assert waits == (
@@ -225,6 +251,39 @@ def test_sequences_that_find_no_room_are_counted(
     assert int(more.split()[0]) > world
 
 
+def test_a_terminal_shows_what_is_tried(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = asked(models / "8B", "--gpu-gib=20", "--world=2")
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown)
+        with pytest.raises(PlanError, match="2 GPUs do not suffice"):
+            main(words)
+        shown = capsys.readouterr().err
+        assert ("trying 2 GPUs --split.infer.tp=2 --split.train.tp=2" in shown) is is_terminal
+        assert "\n" not in shown
+
+
+def test_a_search_tries_few_plans(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan takes milliseconds. The worlds have 11 and 8 sizes, of up to 62 layouts each."""
+    tried: list[int] = []
+
+    def count(cfg: object, world_size: int, *args: Any, **others: Any) -> RunPlan:
+        tried.append(world_size)
+        return resolve(cfg, world_size, *args, **others)
+
+    monkeypatch.setattr(fewest_gpus, "resolve", count)
+    long = ["--prompts_per_step=64", "--sampling.num_samples=8", "--sampling.max_tokens=32768"]
+    said(capsys, asked(models / "32B", "--gpu-gib=79.1", *long))
+    assert len(tried) < 2000
+    tried.clear()
+    with pytest.raises(PlanError, match="no settings of the plan save enough"):
+        main(["grpo", f"--model={models / '32B'}", "--gpu-gib=20", "--data=x", "--world=1024"])
+    assert 100 < len(tried) < 500
+
+
 def test_an_engine_over_more_of_the_same_gpus_has_room(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,9 +291,9 @@ def test_an_engine_over_more_of_the_same_gpus_has_room(
     asks = ["--prompts_per_step=4", "--sampling.num_samples=10", "--sampling.max_tokens=32768"]
     asks += [f"--gpu-gib={H200}", "--world=4"]
     out = said(capsys, asked(models / "32B", *asks))
-    assert "6 at once, of 33,792 tokens each, so they take 2 waves" in out[1]
-    assert out[2].startswith("    4 GPUs  no sequence waits: --nproc 4 --split.infer.tp=2 ")
-    flags = out[2].split("waits: ")[1].split()
+    assert "6 at once, of 33,792 tokens each, so they take 2 waves" in out[2]
+    assert out[3].startswith("    4 GPUs  no sequence waits: --nproc 4 --split.infer.tp=2 ")
+    flags = out[3].split("waits: ")[1].split()
     words = ["grpo", f"--model={models / '32B'}", "--data=x.jsonl", *asks[:4], *flags]
     assert not any(line.startswith("waiting ") for line in said(capsys, words))
 

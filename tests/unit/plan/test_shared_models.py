@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shapes import write_config
+from spmd_rl.config.dump import as_data
+from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
+from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.plan import main
@@ -47,6 +50,10 @@ def test_all_roles_sum_in_as_many_parts_as_ranks_share(model: Path) -> None:
     assert row_shards(config(model, 2, native, of_trainer=4), 4) == {"train": 4, "infer": 4}
     assert row_shards(config(model, 4, sglang, of_trainer=2), 4) == {"train": 2, "infer": 2}
     assert set(row_shards(config(model, 2, native, of_trainer=3), 12).values()) == {2}
+    pinned = replace(config(model, 1, native), run=RunConfig(row_shards=4))
+    assert row_shards(pinned, 1) == {"train": 4, "infer": 4}
+    assert row_shards(replace(config(model, 2, native), run=pinned.run), 4)["infer"] == 4
+    assert row_shards_of_run(as_data(pinned)) == 4
     for layers, expected in {"local": {"train": 2, "infer": 2}, "transformer_engine": {}}.items():
         backend = MegatronConfig(layers=layers)
         megatron = replace(config(model, 1, native, 2), trainer=TrainerConfig(backend=backend))
@@ -65,7 +72,6 @@ def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
     plans = [resolve(config(model, tp, cfg), 8, 80 << 30) for tp in (1, 2)]
     asked = [one.sleep and one.queue for one in plans]
     assert asked[0] is not None and asked[1] is not None
-    assert plans[1].routes.between_bytes < plans[0].routes.between_bytes
 
 
 def test_a_rank_has_the_parts_of_its_sums_at_once(model: Path) -> None:
@@ -127,6 +133,19 @@ def test_a_frozen_model_and_an_sglang_engine_sum_as_they_do(model: Path) -> None
         (
             "split.infer.tp=2 engine.weights=e4m3 trainer.weights=e4m3",
             "tp = 2 does not go with engine.weights = 'e4m3'",
+        ),
+        ("split.infer.tp=2 run.row_shards=1", "row_shards = 1 is less than split.infer.tp = 2"),
+        ("split.train.tp=2 run.row_shards=1", "row_shards = 1 is less than split.train.tp = 2"),
+        ("run.row_shards=3", "row_shards = 3: expected 0, 1, 2, 4 or 8"),
+        ("run.row_shards=2 trainer.lora.rank=4", "row_shards = 2 does not go with adapters"),
+        (
+            "run.row_shards=2 engine.weights=e4m3 trainer.weights=e4m3",
+            "row_shards = 2 does not go with engine.weights = 'e4m3'",
+        ),
+        (
+            "run.row_shards=2 trainer.backend.kind=megatron "
+            "trainer.backend.layers=transformer_engine",
+            "row_shards = 2: transformer-engine's layers do not sum",
         ),
     ],
 )

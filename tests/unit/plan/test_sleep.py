@@ -18,11 +18,11 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.concurrency import RunningSequences, running
-from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.memory import MemoryModel
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.sleep import Need, choose_sleep, copied_bytes, effective_phases, sleep_levels
-from spmd_rl.plan.start import sleep_policy
+from spmd_rl.plan.start import ranks_per_host, sleep_policy
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
@@ -62,7 +62,7 @@ def memory_of(model: Path, *words: str, recipe: Any = grpo.Config, world: int = 
 
 
 def peak(memory: MemoryModel, sleeping: Any, kv_bytes: int = 0) -> int:
-    ledgers = kv_sized(memory.ledgers(sleeping), kv_bytes)
+    ledgers = memory.ledgers(sleeping).kv_sized(kv_bytes)
     return max(ledger.peak_bytes() for ledger in ledgers.values())
 
 
@@ -269,6 +269,19 @@ def test_the_policy_of_a_run(model: Path) -> None:
         assert policy.sleeps == said.startswith("roles")
     assert sleep_policy(configured(model, recipe=grpo_async.Config), 1, GIB)[1] == ""
     assert sleep_policy(configured(model, recipe=sft.Config), 1, GIB)[1] == ""
+
+
+def test_a_run_is_planned_with_the_ranks_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share a GPU pass for those of other hosts."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_per_host() == 8
+    variables = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}
+    for name, value in (variables | {"MASTER_ADDR": "host"}).items():
+        monkeypatch.setenv(name, str(value))
+    assert ranks_per_host() == 4
+    monkeypatch.setenv("SPMD_RL_RANKS_PER_GPU", "2")
+    assert ranks_per_host() == 2
 
 
 def test_a_run_that_cannot_be_planned_sleeps_as_declared(model: Path) -> None:

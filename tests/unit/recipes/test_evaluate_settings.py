@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.cli.main import words_of_evaluation
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.load import load
+from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState
 from spmd_rl.controller.run.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
 from spmd_rl.evaluation.config import resolve_sets
@@ -54,6 +56,7 @@ lr = 1e-5
 [run]
 name = "mine"
 exact = false
+row_shards = 2
 
 [split]
 train.ranks = "0"
@@ -85,6 +88,7 @@ def test_the_sets_of_a_run_are_resolved_as_the_run_does(file: Path, as_folder: b
     assert ours[0].prompts.template_kwargs == {"enable_thinking": False, "short": True}
     assert (cfg.reward, cfg.seed, cfg.threshold) == ("math", 3, 0.5)
     assert (cfg.run.name, cfg.run.exact, cfg.split) == ("evaluate", False, PolicySplit())
+    assert cfg.run.row_shards == 2
 
 
 def test_the_command_line_goes_before_the_file(file: Path) -> None:
@@ -164,3 +168,46 @@ def test_a_checkpoint_brings_the_trainer_of_its_run(tmp_path: Path, rank: int) -
     (tmp_path / "r/config.toml").unlink()
     alone = evaluated(f"--checkpoint={folder}", "--data=t", "--model=m")
     assert (alone.trainer.init, alone.trainer.lora.rank) == ("random", 0)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return the folder of a run with checkpoints after steps 2 and 10."""
+    run = tmp_path / "saved"
+    checkpoints = Checkpoints(run / "checkpoints", 2, 0)
+    for step in (2, 10):
+        checkpoints.save(CheckpointState(step, 0, 0.0), {})
+    checkpoints.wait_until_complete()
+    (run / "config.toml").write_text(RUN)
+    return run
+
+
+@pytest.mark.parametrize("name", ["", "config.toml"])
+def test_the_settings_of_a_run_come_with_its_newest_checkpoint(saved: Path, name: str) -> None:
+    config, newest = f"--config={saved / name}", str(saved / "checkpoints/step_000010")
+    cfg = evaluated(config)
+    assert (cfg.checkpoint, cfg.model, cfg.trainer.init) == (newest, "m", "random")
+    earlier = str(saved / "checkpoints/step_000002")
+    assert evaluated(config, f"--checkpoint={earlier}").checkpoint == earlier
+    other = evaluated(config, "--model=other")
+    assert (other.checkpoint, other.model) == ("", "other")
+
+
+def test_a_run_without_a_checkpoint_is_not_taken_for_its_first_model(file: Path) -> None:
+    (file.parent / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        evaluated(f"--config={file}")
+    assert evaluated(f"--config={file}", "--model=other").model == "other"
+
+
+def test_the_first_word_of_an_evaluation_names_what_is_scored(saved: Path, tmp_path: Path) -> None:
+    steps = [saved / f"checkpoints/step_{step:06d}" for step in (2, 10)]
+    assert evaluated(*words_of_evaluation([str(saved)])).checkpoint == str(steps[1])
+    cfg = evaluated(*words_of_evaluation([str(steps[0]), "--reward=exact"]))
+    assert (cfg.checkpoint, cfg.reward, cfg.prompts.system) == (str(steps[0]), "exact", "be brief")
+    (tmp_path / "config.json").write_text("{}")
+    cfg = evaluated(*words_of_evaluation([str(tmp_path), "--data=d"]))
+    assert (cfg.model, cfg.checkpoint) == (str(tmp_path), "")
+    assert words_of_evaluation(["--model=m", "--data=d"]) == ["--model=m", "--data=d"]
+    with pytest.raises(ConfigError, match="neither a model folder"):
+        words_of_evaluation([str(tmp_path / "nothing")])

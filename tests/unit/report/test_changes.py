@@ -12,7 +12,8 @@ import pytest
 from spmd_rl.errors import DataError
 from spmd_rl.report.means import Mean, evaluation_mean, fifths, latest_mean, mean_of, num_latest
 from spmd_rl.report.verdicts.changes import what_changed
-from spmd_rl.report.verdicts.findings import Setup
+from spmd_rl.report.verdicts.findings import NOT_MOVING, SOLVED, Setup
+from spmd_rl.report.verdicts.signs import signs
 from spmd_rl.report.verdicts.turned import turned_prompts
 
 NOWHERE = Setup({}, Path("nowhere"))
@@ -217,18 +218,47 @@ def test_lengths_and_what_was_left_out_are_warned_of() -> None:
     assert "docs/failures.md" in advice(rows)
 
 
+def test_causes_of_failures_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    agent = "generate AgentProgram on prompt {} sample 0 (prompt 'a (b): c', answer '3'): agent: it"
+    errors = [f"{agent.format(number)} fell" for number in range(4)]
+    errors += [f"{agent.format(9)} took longer than 8.5 s", "reward math: odd"]
+    lines = [{"status": "failed", "metadata": {"error": error}} for error in errors]
+    lines += [{"status": "completed", "text": "failed"}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "samples/step_00002.jsonl").write_text(text)
+    rows = [{"step": 1}, {"step": 2, "reward/failed_samples": 6.0}]
+    (finding,) = signs(rows, Setup({}, tmp_path))
+    assert [line.partition("failures: ")[2] for line in finding.advice[:-1]] == [
+        "4 samples: generate AgentProgram: agent: it fell",
+        f"a sample: {errors[4]}",
+        "a sample: reward math: odd",
+    ]
+    assert finding.advice[-1] == f"Read more in {tmp_path}/samples: docs/failures.md"
+
+
 def test_prompts_that_teach_nothing_are_told_with_what_to_do() -> None:
     solved = steps(reward__mean=lambda i: 0.95, reward__solve_all=lambda i: 0.73)
     said = findings(solved)
     assert said["73% of the last prompts had rewards of 1 only, and taught nothing"] == "flat"
     assert "Take harder prompts" in advice(solved)
     assert "Multiply trainer.lr" not in advice(solved)
+    assert "does-not-move" not in advice(solved)
     hard = steps(reward__mean=lambda i: 0.05, reward__solve_none=lambda i: 0.75)
     said = findings(hard)
     assert said["75% of the last prompts had no reward above 0, and taught nothing"] == "bad"
     assert "sampling.num_samples (now 8)" in advice(hard)
     beyond = steps(reward__mean=lambda i: 7.0, reward__solve_all=lambda i: 1.0)
     assert len(findings(beyond)) == 1, "of rewards beyond 0 to 1 the shares say nothing"
+
+
+def test_steps_without_a_gradient_are_counted_and_explained() -> None:
+    masked = steps(train__grad_norm=lambda i: i % 2, version__masked_share=lambda i: 1 - i % 2)
+    said = "10 of 20 steps learned nothing: their gradient norm is 0"
+    assert findings(masked)[f"{said}, and in 10 of them mask_lag left out all tokens"] == "bad"
+    assert "Raise mask_lag (now 0)" in advice(masked, Setup({"mask_lag": 0}, Path("nowhere")))
+    assert findings(steps(train__grad_norm=lambda i: i % 2)) == {said: "flat"}
+    assert findings(steps(train__grad_norm=lambda i: 1)) == {}
 
 
 def test_a_reward_that_stands_still_is_advised_by_the_page_on_it() -> None:
@@ -253,7 +283,9 @@ def test_mismatched_tokens_lead_to_the_microscope() -> None:
 
 def test_every_run_is_told_what_to_do_next() -> None:
     risen = steps(reward__mean=lambda i: i / 20 + i % 2 / 100)
-    assert "raise steps (now 20)" in advice(risen)
+    assert "It still improves at the end: raise steps (now 20)" in advice(risen)
+    flat_at_its_top = steps(reward__mean=lambda i: min(0.2 + i / 10, 0.99) + i % 2 / 100)
+    assert "raise steps" not in advice(flat_at_its_top)
     assert "Name held-out data in eval.data" in advice(risen)
     assert "Name held-out data" not in advice([evaluation(0, 0.5), *risen])
     assert "10 of 20 steps are done" in findings(risen[:10], KNOWN)
@@ -267,7 +299,9 @@ def test_no_setting_is_named_that_the_recipe_does_not_have() -> None:
 
 def test_settings_in_advice_have_a_row_in_the_docs_that_it_names() -> None:
     page = (Path(__file__).parents[3] / "docs/hyperparameters.md").read_text(encoding="utf-8")
-    assert "## The reward does not move" in page
+    for link in (NOT_MOVING, SOLVED):
+        heading = link.partition("#")[2].replace("-", " ")
+        assert f"## {heading.capitalize()}\n" in page
     for key in ("trainer.lr", "prompts_per_step", "sampling.num_samples", "sampling.max_tokens"):
         assert f"`{key}`" in page
 

@@ -14,6 +14,7 @@ from spmd_rl.report.build import gather
 from spmd_rl.report.panels import PANELS
 from spmd_rl.report.pictures.charts import charts
 from spmd_rl.report.series import curves
+from spmd_rl.report.verdicts.run_differences import run_differences
 from tests.unit.report.synthetic import make_run
 
 STYLE = Path(__file__).parents[3] / "spmd_rl/report/page/style.css"
@@ -177,8 +178,8 @@ def test_runs_are_compared_with_their_noise(tmp_path: Path) -> None:
     assert [(one["mood"], one["text"]) for one in found["comparisons"]] == [
         (
             "good",
-            "Last evaluation gsm: reward b 0.800 ± 0.05, a 0.500 ± 0.05: b is ahead of a beyond "
-            "the noise",
+            "Evaluation gsm at step 9: reward b 0.800 ± 0.05, a 0.500 ± 0.05: b is ahead of a "
+            "beyond the noise",
         ),
         (
             "flat",
@@ -188,3 +189,32 @@ def test_runs_are_compared_with_their_noise(tmp_path: Path) -> None:
     ]
     assert found["runs"][1]["changes"][0]["mood"] == "good"
     assert gather([tmp_path / "a"])["comparisons"] == []
+
+
+def test_runs_of_different_lengths_are_compared_at_their_last_common_step(tmp_path: Path) -> None:
+    for name, num_steps, every in (("long", 200, 40), ("short", 100, 50)):
+        rewards = {step: min(0.5 + step / 200, 0.99) for step in range(1, num_steps + 1)}
+        rows = [
+            {"step": step, "reward/mean": reward, "reward/mean_error": 0.01}
+            | ({"eval/gsm/reward": reward} if step % every == 0 or step == 20 else {})
+            for step, reward in rewards.items()
+        ]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = gather([tmp_path / "long", tmp_path / "short"])
+    assert [one["text"] for one in found["comparisons"]] == [
+        "The runs are compared at step 100, the last of all: long has 200, short has 100",
+        "Evaluation gsm at step 20: reward long 0.6, short 0.6: no difference",
+        "Reward in training, last fifth of the steps: long 0.9517 ± 0.0022, short 0.9517 ± 0.0022: "
+        "no difference",
+    ]
+    long, short = (run["figures"][0]["value"] for run in found["runs"])
+    assert long == short < found["runs"][0]["curves"]["latest"]["reward/mean"]
+
+
+def test_runs_without_a_common_step_are_said_to_be_so() -> None:
+    early, late = ([{"step": s, "reward/mean": 0.1} for s in of] for of in ([1, 2], [3, 4, 5]))
+    first, *_ = run_differences({"a": early, "b": late})
+    assert first["text"] == (
+        "The runs have no step in common, and each is taken whole: a has 2, b has 5"
+    )

@@ -15,7 +15,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics_log import read_metrics
-from spmd_rl.recipes import distill, grpo, grpo_async, sft
+from spmd_rl.recipes import collect, distill, grpo, grpo_async, sft
 from spmd_rl.report.about import about, read_provenance
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import SamplingConfig
@@ -52,6 +52,19 @@ def group(*rewards: float, **parts: float) -> Group:
         for i, r in enumerate(rewards)
     ]
     return Group(Prompt(0, one), samples)
+
+
+def test_tokens_have_an_age_only_where_something_is_trained(tmp_path: Path) -> None:
+    words = [f"model={EXAMPLE / 'model'}", f"data={EXAMPLE / 'train.jsonl'}", "reward=exact"]
+    ages = {}
+    for name, recipe in (("grpo", grpo), ("collect", collect)):
+        run = RunConfig(folder=str(tmp_path), name=name)
+        recorder = Recorder(run, replace(load(recipe.Config, None, words), run=run), 1)
+        recorder.on_steps(0, 2)
+        take(recorder, [(0, 1), (0, 1)])
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        ages[name] = [row.get("version/lag_max") for row in rows]
+    assert ages == {"grpo": [0, 1], "collect": [None, None]}
 
 
 def take(recorder: Recorder, rewards: list[tuple[float, ...]]) -> None:

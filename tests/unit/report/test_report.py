@@ -20,6 +20,7 @@ from spmd_rl.report.command import main
 from spmd_rl.report.page import as_json
 from spmd_rl.report.panels import PANEL_OF_METRIC, colour_of
 from spmd_rl.report.pictures import colours, time_axes
+from spmd_rl.report.redraw import main as redraw
 from spmd_rl.report.settings import differences
 from spmd_rl.report.verdicts.comparison import as_number
 from tests.unit.report.synthetic import HOSTILE, make_run
@@ -125,6 +126,21 @@ def test_the_page_names_nothing_outside_itself_and_admits_only_its_own_script(
     assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
+
+
+def test_a_page_reloads_itself_until_its_run_has_ended(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    redraw(run / "metrics.jsonl", run / "curves.png", "run")
+    page = Elements((run / "report.html").read_text(encoding="utf-8"))
+    assert json.loads(page.data)["reload_s"] > 0
+    assert json.loads(page_of(run).data)["reload_s"] == 0
+
+
+def test_advice_leads_to_pages_that_are_beside_the_package(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    docs = json.loads(page_of(run).data)["docs"]
+    assert (run / docs / "docs/hyperparameters.md").is_file()
+    assert gather([run])["docs"] == ""
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 599, 601, 10_000])

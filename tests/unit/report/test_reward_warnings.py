@@ -52,7 +52,7 @@ def test_a_reward_that_moves_or_is_young_is_not_told(steps: list[tuple[float, bo
 def test_later_steps_without_a_signal_are_told_once_they_are_many() -> None:
     learned = [(0.1, False), (0.9, False)]
     assert told([*learned, *[(1.0, True)] * (FLAT_STEPS - 1)]) == []
-    (hint,) = told([*learned, *[(1.0, True)] * (FLAT_STEPS + 5)])
+    (hint,) = told([*learned, *[(0.5, True)] * (FLAT_STEPS + 5)])
     assert hint.startswith(f"in {FLAT_STEPS} steps, {FLAT}")
     assert "reward = r.py:f, sampling.max_tokens = 128, sampling.temperature = 1.0" in hint
 
@@ -60,6 +60,15 @@ def test_later_steps_without_a_signal_are_told_once_they_are_many() -> None:
 def test_a_run_that_never_has_a_signal_is_told_at_once_and_no_more() -> None:
     (hint,) = told([(0.0, True)] * 2 * MOVING_STEPS)
     assert hint.startswith(f"in 3 steps, {FLAT}")
+
+
+def test_a_run_that_is_solved_is_told_to_take_harder_prompts() -> None:
+    learned = [(0.1, False), (0.9, False)]
+    (hint,) = told([*learned, *[(0.98, True)] * FLAT_STEPS])
+    assert hint.endswith("the mean is 0.98, so take harder prompts (docs/hyperparameters.md)")
+    assert told([(0.95, False)] * MOVING_STEPS) == [], "it stands still at its top"
+    (hint,) = told([(9.0, True)] * 3)
+    assert "look at the samples" in hint, "nobody knows the highest of such rewards"
 
 
 def test_a_recipe_without_these_settings() -> None:

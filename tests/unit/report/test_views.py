@@ -93,6 +93,21 @@ def test_a_plain_line_says_nothing_of_mismatches_where_nothing_was_compared() ->
     assert line == "step  4/10  reward 0.500  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
 
 
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.5, "nothing learned: gradient norm 0"),
+        (1, "nothing learned: mask_lag left out all tokens"),
+    ],
+)
+def test_a_step_without_a_gradient_says_so_in_both_views(share: float, said: str) -> None:
+    empty = {"train/grad_norm": 0.0, "version/masked_share": share}
+    state = progress(**empty)
+    assert f"  mismatched 0 of 5,120  {said}  loss" in step_line(state)
+    assert said in rendered(state, group())
+    assert "nothing" not in step_line(progress(**empty | {"train/grad_norm": 1e-30}))
+
+
 def test_large_numbers_are_short_in_both_views_and_counts_are_written_out() -> None:
     large = {"reward/mean": 1e300, "train/loss": -1.23456e7, "onpolicy/compared_tokens": 5120000.0}
     state = progress(**large, **{"train/grad_norm": 2.5e9})
@@ -183,7 +198,7 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
             "wake 2%",
             "0.50 s",
             "1.000",
-            "from 0.000",
+            "fifths 0.100 → 0.905",
             "agree bit for bit",
             "reward nan",
         ),

@@ -56,6 +56,14 @@ def noted(ctx: HookContext, prompt: Prompt, sample: Sample) -> float:
     return 1.0
 
 
+async def gives_rewards(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """Its first sample has a reward, its second one an error, and its third one neither."""
+    transcript = Transcript(prompt)
+    await engine.complete(transcript)
+    told = [{"reward": 0.25, "parts": {"kind": 3.0}}, {"reward": 0.0, "metadata": {"error": "cut"}}]
+    return transcript.sample().replace(**[*told, {}][ctx.sample_index])
+
+
 async def two_contexts(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
     """One transcript after the prompt, and one after other tokens, which is watched."""
     plain, own = Transcript(prompt), Transcript(prompt, await engine.encode("7+77="))

@@ -149,6 +149,19 @@ def episode(name: str) -> HookConfig:
     return HookConfig(generate=f"tests.unit.rollout.rewards:{name}", processes=1)
 
 
+@pytest.mark.parametrize("reward", ["slow", "slow rank_of_length"])
+def test_what_an_episode_gives_is_graded_unless_it_is_an_error(new_role, reward: str) -> None:
+    """Functions of a whole group do not see the sample with the error."""
+    role = new_role(hooks=episode("gives_rewards"), reward=reward)
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=3, max_tokens=8, ignore_eos=True)
+    given, error, plain = answer_of(role, role.complete(asked, sampling)).samples
+    ranks = [0.0, 1.0] if "rank" in reward else [0.0, 0.0]
+    assert [given.reward, plain.reward] == [1.0 + ranks[0], 1.0 + ranks[1]]
+    assert given.metadata["given"] == {"kind": 3.0, "reward": 0.25}
+    assert (error.reward, error.parts) == (0.0, {})
+
+
 def test_a_context_of_its_own_is_drawn_after_as_a_prompt_is(new_role):
     role = new_role(hooks=episode("two_contexts"))
     (asked,) = prompts(role, "12+3=")

@@ -61,3 +61,30 @@ def test_an_engine_tells_what_waits_and_what_its_cache_had(
     assert second["engine/running_max"] == 2
     assert second["engine/waiting_max"] == 3
     assert 0.5 <= second["engine/prefix_hits"] < 1
+
+
+def test_an_engine_tells_what_it_evicted_and_computed_again(
+    model: object, new_engine: Callable[..., NativeEngine]
+) -> None:
+    sampling = SamplingConfig(max_tokens=24, ignore_eos=True)
+
+    def metrics(num_pages: int) -> tuple[dict[str, float], int]:
+        engine = new_engine(
+            model, max_batch=4, page_size=4, num_pages=num_pages, prefix_cache=False
+        )
+        meter = LoadMeter()
+        for uid in range(4):
+            prompt = np.arange(2 + uid, 10 + uid, dtype=np.int32)
+            engine.submit(Request(uid, 0, prompt, sampling))
+        while engine.has_work:
+            engine.step()
+            meter.add_step(*engine.load)
+        stats = engine.stats()
+        again = stats["num_scheduled_tokens"] - 4 * (8 + 24 - 1)
+        return load_metrics([meter.take(stats)]), again
+
+    enough, again = metrics(num_pages=64)
+    assert (enough["engine/preemptions"], enough["engine/recomputed_tokens"], again) == (0, 0, 0)
+    few, again = metrics(num_pages=18)
+    assert few["engine/preemptions"] > 0
+    assert few["engine/recomputed_tokens"] == again > 0

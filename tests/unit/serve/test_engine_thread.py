@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.serve.engine_thread import EngineThread
+from spmd_rl.serve.engine_thread import NUM_CACHED, EngineThread
+from spmd_rl.serve.token_scores import score
 from tests.samples import finish
 
 NewEngine = Callable[..., NativeEngine]
@@ -84,6 +86,48 @@ def test_equal_names_are_drawn_one_after_the_other(new_engine: NewEngine) -> Non
 
     one, *others = played(new_engine(), play)
     assert all(one.tokens.tolist() == other.tokens.tolist() for other in others)
+
+
+def test_a_sample_tells_what_was_cached_of_its_prompt(new_engine: NewEngine) -> None:
+    async def play(thread: EngineThread) -> list[int]:
+        return [(await thread.draw(request(uid))).metadata[NUM_CACHED] for uid in range(2)]
+
+    first, second = played(new_engine(), play)
+    assert first == 0 < second < len(PROMPT)
+
+
+def test_functions_run_between_the_steps(new_engine: NewEngine) -> None:
+    def refuse() -> None:
+        raise DataError("prompt", "too long")
+
+    async def play(thread: EngineThread) -> None:
+        drawing = asyncio.ensure_future(thread.draw(request()))
+        name = await thread.call(lambda: threading.current_thread().name)
+        assert name == "engine"
+        with pytest.raises(DataError, match="too long"):
+            await thread.call(refuse)
+        assert len((await drawing).tokens) == 8
+        await thread.close()
+        with pytest.raises(SpmdError, match="draws nothing more"):
+            await thread.call(refuse)
+
+    played(new_engine(), play)
+
+
+def test_scores_have_the_bits_of_what_is_drawn(new_engine: NewEngine) -> None:
+    """Of a text in which a token was changed, they are others."""
+    engine = new_engine()
+    (drawn,) = finish(engine, [request(max_tokens=40)]).values()
+    whole = np.concatenate([PROMPT, drawn.tokens])
+    found = score(engine, whole, len(PROMPT), 3, 1.0)
+    assert found.logprobs.tobytes() == drawn.logprobs.tobytes()
+    assert found.top_ids.shape == found.top_logprobs.shape == (40, 3)
+    assert (np.diff(found.top_logprobs) <= 0).all()
+    assert (found.top_logprobs[:, 0] >= found.logprobs).all()
+    whole[0] += 1
+    assert score(engine, whole, len(PROMPT), 0, 1.0).logprobs.tobytes() != drawn.logprobs.tobytes()
+    with pytest.raises(DataError, match="engine.max_step_tokens = 60 or more"):
+        score(new_engine(max_step_tokens=32, max_batch=8), whole, 1, 0, 1.0)
 
 
 def test_a_request_that_cannot_fit_is_refused_alone(new_engine: NewEngine) -> None:

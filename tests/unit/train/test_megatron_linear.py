@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear
+from spmd_rl.kernels.linear import cpu
 from spmd_rl.train.megatron.linear import LocalActivation, LocalLinear, LocalProjections
 from spmd_rl.train.megatron.tensor_ranks import TensorRanks
+from tests.libraries import other_sums_of_few_columns
 
 WIDTH, TOKENS = 32, 21
 WIDTHS = (12, 4, 4)
@@ -37,7 +39,11 @@ def inputs(num_tokens: int = TOKENS) -> Tensor:
     return torch.randn(num_tokens, 1, WIDTH, generator=generator)
 
 
-def test_each_projection_has_the_bits_of_its_own_product(layer: LocalLinear) -> None:
+def test_each_projection_has_the_bits_of_its_own_product(
+    layer: LocalLinear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sums of a library's product depend on its number of columns."""
+    monkeypatch.setattr(cpu.F, "linear", other_sums_of_few_columns)
     out, bias = layer(inputs())
     assert bias is None and layer.bias is not None
     q, k, v = layer.split(out[:, 0])
@@ -45,7 +51,7 @@ def test_each_projection_has_the_bits_of_its_own_product(layer: LocalLinear) -> 
         expected = linear(inputs()[:, 0], layer.weight[rows], layer.bias[rows])
         assert torch.equal(found, expected)
     assert torch.equal(layer.join([q, k, v]), out[:, 0])
-    # one product of all columns has other bits where a projection is narrow
+    # the control: one product of all columns
     fused = linear(inputs()[:, 0], layer.weight, layer.bias)
     assert torch.allclose(fused, out[:, 0], atol=1e-5) and not torch.equal(fused, out[:, 0])
 

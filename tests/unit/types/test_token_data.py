@@ -13,7 +13,9 @@ from spmd_rl.types.kept_sets import encode_sets
 from spmd_rl.types.token_data import NO_VERSION, TokenData
 
 
-def drawn(length: int, seed: int, *, kept: bool = True, column: bool = True) -> TokenData:
+def drawn(
+    length: int, seed: int, *, kept: bool = True, column: bool = True, routes: bytes = b""
+) -> TokenData:
     rng = np.random.default_rng(seed)
     sets = b"".join(encode_sets(rng.random((length, 40)) < 0.3)) if kept and length else b""
     return TokenData(
@@ -22,6 +24,7 @@ def drawn(length: int, seed: int, *, kept: bool = True, column: bool = True) -> 
         rng.integers(0, 9, length).astype(np.int32),
         sets,
         {"seen": rng.integers(0, 99, (length, 8)).astype(np.int16)} if column else {},
+        routes,
     )
 
 
@@ -47,6 +50,16 @@ def test_observed_tokens_have_empty_sets_and_zeros() -> None:
     assert joined.logprobs[3:5].tolist() == [0, 0]
     assert joined.cut(3, 5).kept == b"\0\0"
     assert not joined.columns["seen"][3:5].any() and joined.columns["seen"][:3].any()
+
+
+def test_routes_of_what_comes_before_stay_in_front() -> None:
+    first = drawn(4, 1, routes=b"first")
+    later = drawn(2, 2, routes=b"later")
+    assert [first.cut(0, 2).prompt_routes, first.cut(1).prompt_routes] == [b"first", b""]
+    observed = TokenData.observed(np.array([7], np.int32))
+    assert TokenData.join([observed, later, first]).prompt_routes == b"later"
+    assert TokenData.join([first, later]).prompt_routes == b"first"
+    assert TokenData.join([observed, drawn(2, 3)]).prompt_routes == b""
 
 
 def test_a_part_without_sets_or_columns_has_empty_ones_beside_others() -> None:

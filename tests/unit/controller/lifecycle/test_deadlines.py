@@ -11,8 +11,8 @@ def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
     notice = TerminationNotice()
     assert notice.overdue(1e9) is None
     notice.grace_s, notice.lost_work = 25.0, "; step 8 is lost"
-    notice.note_signal("SIGTERM", "every rank got SIGTERM", 100.0)
-    notice.note_signal("SIGINT", "the controller got SIGINT", 101.0)
+    assert notice.note_signal("SIGTERM", "every rank got SIGTERM", 100.0)
+    assert not notice.note_signal("SIGTERM", "the controller got SIGTERM", 101.0)
     assert notice.overdue(124.9) is None
     late, saved = notice.overdue(125.0), notice.error_with("; saved")
     assert str(late) == "the run was ended from outside: every rank got SIGTERM; step 8 is lost"
@@ -21,18 +21,18 @@ def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
     assert late.exit_code == saved.exit_code == 143
 
 
-@pytest.mark.parametrize(
-    ("name", "grace_s", "code"), [("SIGINT", 25.0, 130), ("SIGTERM", 0.0, 143)]
-)
-def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(
-    name: str, grace_s: float, code: int
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_second_signal_and_a_run_with_nothing_to_save_end_at_once(
+    name: str, code: int, second: bool
 ) -> None:
     notice = TerminationNotice()
-    notice.grace_s, notice.lost_work = (
-        grace_s,
-        "; step 8 did not end in time" if name == "SIGINT" else "",
-    )
+    notice.grace_s = 25.0 if second else 0.0
+    notice.lost_work = "; step 8 did not end in time" if second else ""
     notice.note_signal(name, "somebody", 100.0)
+    if second:
+        assert notice.overdue(100.0) is None
+        notice.end_grace()
     error = notice.overdue(100.0)
     assert str(error) == "the run was ended from outside: somebody", "nobody waited for a step"
     assert error is not None

@@ -84,6 +84,17 @@ def test_when_all_are_signalled_nobody_is_lost() -> None:
     assert roster.lost(100.0) == []
 
 
+def test_a_signal_of_another_name_is_a_second_one() -> None:
+    """A terminal and the launcher send the first, so each rank may get that twice."""
+    roster = seated()
+    for rank in (0, 1, 2, 1):
+        roster.note_signal(rank, "SIGINT", 1.0)
+    assert not roster.got_second_signal
+    roster.note_signal(1, "SIGTERM", 2.0)
+    assert roster.got_second_signal
+    assert roster.terminated_by(2.0) == ("SIGINT", "every rank got SIGINT")
+
+
 def test_an_orderly_end_has_no_cause() -> None:
     roster = seated()
     for rank in range(3):

@@ -67,6 +67,8 @@ def test_once_signalled_only_a_controller_that_speaks_keeps_it() -> None:
     dog.pinged(20.0, 0.0)
     assert dog.signalled(signal.SIGTERM, 1.0)
     assert not dog.signalled(signal.SIGTERM, 2.0)
+    assert dog.signalled(signal.SIGINT, 2.0), "a second signal"
+    assert dog.signal is signal.SIGTERM
     assert dog.controller_lost(1.0 + SIGNALLED_S) is None
     assert dog.controller_lost(1.1 + SIGNALLED_S) == "was ended by SIGTERM"
     dog.pinged(20.0, 3.0)

@@ -50,14 +50,14 @@ class Observer:
     def catch_up(self) -> None: ...
 
 
-def step_loop(folder: Path, observer: Any = None, *, save_every: int = 0) -> StepLoop:
+def step_loop(folder: Path, observer: Any = None, **settings: Any) -> StepLoop:
     dispatcher: Any = SimpleNamespace(
         final_message=SimpleNamespace(),
         calls=SimpleNamespace(waited_s=0.0),
         termination=SimpleNamespace(error=None, grace_s=0.0),
         trace=SimpleNamespace(add=lambda *_, **__: None, flush=lambda: None),
     )
-    run = RunConfig(folder=str(folder), save_every=save_every)
+    run = RunConfig(folder=str(folder), **{"save_every": 0, **settings})
     return StepLoop(run, dispatcher, observer, lambda _: None)
 
 
@@ -83,6 +83,21 @@ def test_a_step_that_ends_the_run_is_no_step(tmp_path: Path, leaves: bool, save_
         assert observer.sentences == ["nothing is left: the run ends after step 2"]
         assert loop.num_done == 2
         assert saved(tmp_path) == ["step_000002"]
+
+
+@pytest.mark.parametrize("ends", ["all steps", "early", "left"])
+@pytest.mark.parametrize(("save_every", "kept"), [(0, []), (2, ["step_000002"])])
+def test_a_run_may_end_without_a_last_checkpoint(
+    tmp_path: Path, ends: str, save_every: int, kept: list[str]
+) -> None:
+    loop = step_loop(tmp_path, Observer(), save_every=save_every, save_last=False)
+    for step in loop.steps(3, loop.resume({"cursor": Cursor()})):
+        if step.index == 2 and ends == "left":
+            break
+        if step.index == 2 and ends == "early":
+            step.end_run("nothing is left")
+    loop.close()
+    assert saved(tmp_path) == kept
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_a_changed_conversation_is_not_overwritten_by_what_was_kept() -> None:
         ("gemini", {"contents": [{"parts": [{"inlineData": {}}]}]}, "inlineData"),
         ("sharegpt", {"conversations": [{"from": "observation", "value": "1"}]}, "without a call"),
         ("raw", {"prompt": "q"}, "completion"),
-        ("messages", {"messages": [{"role": "user", "content": None}]}, "expected str"),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "'content'"),
         ("openai", {"messages": [{"role": "user", "content": "q"}], "tools": 3}, "tools"),
     ],
 )

@@ -1,0 +1,1 @@
+"""`spmd-rl completion`: what a shell proposes for a command line."""

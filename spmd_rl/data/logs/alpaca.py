@@ -1,0 +1,34 @@
+"""Alpaca: `instruction` and `output`, with an `input` below the instruction, and earlier turns.
+
+In Dolly, the `input` is called `context`, and the `output` is called `response`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd_rl.data.logs.form import Json, get, message, record
+from spmd_rl.errors import DataError
+
+_DOLLY = {"context": "input", "response": "output"}
+USED = ("instruction", "input", "output", "system", "history", *_DOLLY)
+
+
+def read(row: Json) -> Json:
+    """Return our form. Raises: DataError."""
+    given = {"system": "", "history": [], "input": ""}
+    given |= {_DOLLY.get(key, key): row[key] for key in USED if row.get(key) is not None}
+    system, question = get(given, "system", str, ""), get(given, "instruction", str, "")
+    if below := get(given, "input", str, ""):
+        question = f"{question}\n{below}" if question else below
+    messages = [message("system", system)] if system else []
+    for index, turn in enumerate(get(given, "history", list, "")):
+        messages += _turn(turn, f"history[{index}]")
+    messages += _turn([question, get(given, "output", str, "")], "")
+    return record(row, USED, messages, [])
+
+
+def _turn(texts: Any, where: str) -> list[Json]:
+    if not isinstance(texts, list) or [*map(type, texts)] != [str, str]:
+        raise DataError(where, "expected a question and its answer")
+    return [message("user", texts[0]), message("assistant", texts[1])]

@@ -1,0 +1,167 @@
+"""OpenAI completions: a text or token ids go on, without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from spmd_rl.data.logs.form import Json
+from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
+from spmd_rl.gateway.dialects.chat import usage
+from spmd_rl.gateway.dialects.fields import MAX_TOP, RequestFields, token_ids
+from spmd_rl.gateway.replies import ReplyPiece
+from spmd_rl.gateway.sse import DONE, event
+
+MAX_TOKENS = 16  # where a client says none, as OpenAI has it
+MAX_PROMPTS = 1024
+
+
+def read(body: Json, rules: SamplingRules) -> Asked:
+    """Return what a body asks for. Raises: Refused."""
+    fields = RequestFields(body, rules)
+    prompts = _prompts(fields.take("prompt", (str, list)))
+    sampling, num_choices = fields.sampling(), fields.choices()
+    logprobs, echo = fields.take("logprobs", int), fields.take("echo", bool, False)
+    _check_logprobs(logprobs, echo, rules)
+    fields.only("suffix", "", because="this gateway goes on at the end of a prompt alone")
+    options = fields.take("stream_options", dict, {})
+    only_scores = rules.free and echo and body.get("max_tokens") == 0
+    name = "max_tokens"
+    num_tokens = fields.take(name, int) if only_scores else fields.number(name)
+    names_ids = fields.take("return_tokens_as_token_ids", bool, False)
+    fields.neutral()
+    asked = Asked(
+        model=fields.take("model", str, ""),
+        reads_text=True,
+        max_tokens=MAX_TOKENS if num_tokens is None else num_tokens,
+        stops=fields.texts("stop"),
+        stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
+        sampling=sampling,
+        stream=fields.take("stream", bool, False),
+        stream_usage=options.get("include_usage") is True,
+        logprobs=logprobs is not None,
+        num_top=(logprobs or 0) if rules.free else 0,
+        echo=echo,
+        names_ids=names_ids,
+        return_token_ids=fields.take("return_token_ids", bool, False),
+        ignored=fields.ignored,
+        unknown=fields.unknown,
+    )
+    return asked.of_each([replace(asked, **one) for one in prompts], num_choices)
+
+
+def _check_logprobs(logprobs: int | None, echo: bool, rules: SamplingRules) -> None:
+    """Raise Refused for log-probs that are not known."""
+    if logprobs is not None and not 0 <= logprobs <= MAX_TOP:
+        raise Refused("logprobs", f"expected 0 to {MAX_TOP}, got {logprobs}")
+    if logprobs is not None and not rules.free and (logprobs > 1 or echo):
+        raise Refused("logprobs", "only the log-probs of drawn tokens are known: ask for 0 or 1")
+
+
+def _prompts(given: Any) -> list[dict[str, Any]]:
+    """Return the prompts as fields of what is asked. Raises: Refused."""
+    single = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts = [given] if single else given
+    if not prompts or len(prompts) > MAX_PROMPTS:
+        raise Refused("prompt", f"expected a text, token ids, or a list of 1 to {MAX_PROMPTS}")
+    found: list[dict[str, Any]] = []
+    for one in prompts:
+        if isinstance(one, str):
+            found.append({"prompt_text": one})
+        elif isinstance(one, list) and one:
+            found.append({"token_ids": token_ids("prompt", one)})
+        else:
+            raise Refused("prompt", "expected texts or token ids")
+    return found
+
+
+def answer(asked: Asked, drawn: Drawn) -> Json:
+    """Return the whole answer to one prompt."""
+    text = drawn.message["content"]
+    if asked.echo:
+        prompt = asked.prompt_text
+        text = (drawn.decode(drawn.prompt_ids.tolist()) if prompt is None else prompt) + text
+    choice = _choice(asked, text) | _ending(asked, drawn)
+    if asked.return_token_ids:
+        ids = {"prompt_token_ids": drawn.prompt_ids.tolist()}
+        choice |= ids | {"token_ids": drawn.data.tokens.tolist(), "spmd": drawn.token_facts()}
+    return _head(drawn.begun) | {"choices": [choice], "usage": usage(drawn)}
+
+
+def _head(begun: Begun) -> Json:
+    head = {"id": f"cmpl-{begun.id}", "object": "text_completion", "created": begun.created_s}
+    return head | {"model": begun.model}
+
+
+def _choice(asked: Asked, text: str) -> Json:
+    return {"index": asked.choice, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _ending(asked: Asked, drawn: Drawn) -> Json:
+    finish = "length" if drawn.finish == "length" else "stop"
+    return {"finish_reason": finish, "logprobs": _logprobs(asked, drawn)}
+
+
+def _logprobs(asked: Asked, drawn: Drawn) -> Json | None:
+    """Return columns of the tokens; with `echo` the prompt's come first, of which one has none."""
+    if not asked.logprobs:
+        return None
+    ids = drawn.data.tokens.tolist()
+    values: list[float | None] = [*drawn.logprobs]
+    tops = drawn.tops(whole=asked.echo) or [[] for _ in ids]
+    if asked.echo:
+        prompt = drawn.prompt_ids.tolist()
+        scored = [] if drawn.scores is None else shortest(drawn.scores.logprobs[: len(prompt) - 1])
+        ids, values, tops = [*prompt, *ids], [None, *scored, *values], [[], *tops]
+    names = [_name(asked, drawn, token) for token in ids]
+    starts = accumulate((len(drawn.decode([token])) for token in ids), initial=0)
+    table = {"tokens": names, "token_logprobs": values, "text_offset": [*starts][: len(ids)]}
+    rows = [_top(asked, drawn, *one) for one in zip(names, values, tops, strict=True)]
+    return table | {"top_logprobs": rows if asked.num_top else None}
+
+
+def _top(
+    asked: Asked, drawn: Drawn, name: str, value: float | None, top: list[tuple[int, float]]
+) -> Json | None:
+    """Return the likeliest tokens of a place by their names, best first, and the drawn one."""
+    if value is None:
+        return None
+    found: dict[str, float] = {}
+    for token, one in top:
+        found.setdefault(_name(asked, drawn, token), one)  # several may have one text
+    found.setdefault(name, value)
+    return found
+
+
+def _name(asked: Asked, drawn: Drawn, token: int) -> str:
+    return f"token_id:{token}" if asked.names_ids else drawn.decode([token])
+
+
+class CompletionStream:
+    """Events of a stream."""
+
+    def __init__(self, asked: Asked, begun: Begun) -> None:
+        self._asked, self._head = asked, _head(begun)
+
+    def start(self) -> Iterator[bytes]:
+        if self._asked.echo and self._asked.prompt_text:
+            yield self._chunk(self._asked.prompt_text)
+
+    def piece(self, piece: ReplyPiece) -> Iterator[bytes]:
+        yield self._chunk(piece.text)
+
+    def end(self, drawn: Drawn) -> Iterator[bytes]:
+        yield self._chunk("", **_ending(self._asked, drawn))
+        if self._asked.stream_usage:
+            yield event({**self._head, "choices": [], "usage": usage(drawn)})
+        yield DONE
+
+    def failed(self, error: SpmdError) -> Iterator[bytes]:
+        yield event({"error": {"message": str(error), "type": "server_error"}})
+        yield DONE
+
+    def _chunk(self, text: str, **more: Any) -> bytes:
+        return event({**self._head, "choices": [_choice(self._asked, text) | more]})

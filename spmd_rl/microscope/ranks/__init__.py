@@ -1,0 +1,1 @@
+"""Replay of a role on ranks that share its work: what each records, and all of it as one pass."""

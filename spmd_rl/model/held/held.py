@@ -1,0 +1,74 @@
+"""All parameters of a model as one rank of a role holds them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from spmd_rl.model.held.tensor import Along, HeldTensor, Seat
+from spmd_rl.model.layers.layer import Dims, TensorSpec
+from spmd_rl.model.spec import EMBEDDING, Head, ModelSpec
+from spmd_rl.weights.plan.layout import Box
+
+VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """How ranks of a kind of role share a model.
+
+    The rows of a vocabulary are padded to a multiple of `padding`. `whole` names parameters of
+    which each rank has all. With `experts_by_tp`, ranks along tp have blocks of experts.
+    """
+
+    padding: int = VOCAB_SHARDS
+    whole: frozenset[str] = frozenset()
+    experts_by_tp: bool = False
+
+
+TRAINER = Holder()
+ENGINE = Holder(whole=frozenset((EMBEDDING,)))
+
+
+def held_tensors(
+    spec: ModelSpec,
+    seat: Seat,
+    holder: Holder,
+    head: Head = "lm",
+    adapters: Mapping[str, Dims] | None = None,
+) -> dict[str, HeldTensor]:
+    """Return what a rank has of each parameter, by name; also of those of which it has no part.
+
+    `adapters` are the shapes of parameters beside the model's.
+    """
+    extra = (TensorSpec(name, shape) for name, shape in (adapters or {}).items())
+    rows = _rows(spec, [*spec.parameters(head), *extra], seat, holder)
+    return {row.spec.name: row for row in rows}
+
+
+def parts(spec: ModelSpec, along: Along, holder: Holder) -> dict[str, Box]:
+    """Return the part of each parameter that a rank along tp has."""
+    rows = held_tensors(spec, Seat(tp=along), holder)
+    return {name: row.part for name, row in rows.items()}
+
+
+def _rows(
+    spec: ModelSpec, tensors: Iterable[TensorSpec], seat: Seat, holder: Holder
+) -> Iterator[HeldTensor]:
+    ep = seat.tp if holder.experts_by_tp else seat.ep
+    owners = spec.expert_parts(ep.size) if ep.size > 1 else {}
+    for tensor in tensors:
+        if tensor.name in owners:
+            owner, shards = owners[tensor.name], seat.expert_shards
+            yield HeldTensor(tensor, "ep", ep, owner, shards)
+            continue
+        shards = Along() if tensor.is_fixed else seat.shards
+        if tensor.name in holder.whole:
+            tensor = replace(tensor, cut=None)
+        if tensor.cut is None or seat.tp.size == 1:
+            copies = seat.replicas * seat.tp.size
+            yield HeldTensor(tensor, shards=shards, copies=copies)
+        else:
+            repeats = max(1, seat.tp.size // tensor.cut.num_units) if tensor.cut.repeats else 1
+            copies = seat.replicas * repeats
+            yield HeldTensor(tensor, "tp", seat.tp, 0, shards, copies, holder.padding)
