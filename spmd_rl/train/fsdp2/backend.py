@@ -245,12 +245,9 @@ class Fsdp2(ShardedModel):
         if self._tensors is not None:
             self._tensors.sum_uncut([gradients[name] for name in sorted(uncut)])
         if self._exact_norm_group is not None:
-            # of what each rank along tp has whole, the first rank counts all
-            others_count = self._tensors is not None and self._tensors.part.index > 0
-            counted = [
-                gradient[:0] if others_count and name in uncut else gradient
-                for name, gradient in gradients.items()
-            ]
+            counted = list(gradients.values())
+            if self._tensors is not None:
+                counted = self._tensors.counted(gradients, uncut)
             group, most = self._exact_norm_group, self.scorer.model.spec.num_parameters
             exact = exact_square_norm(counted, most, group)
             if exact is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,3 +37,14 @@ class TensorShards:
         sizes = [one.numel() for one in gradients]
         for gradient, values in zip(gradients, total.split(sizes), strict=True):
             gradient.copy_(values.view_as(gradient))
+
+    def counted(self, gradients: Mapping[str, Tensor], uncut: Container[str]) -> list[Tensor]:
+        """Return the gradients that this rank counts of all in the group, each once.
+
+        The first rank counts what each has whole; there, the others have empty tensors.
+        """
+        is_first = self.part.index == 0
+        return [
+            gradient if is_first or name not in uncut else gradient[:0]
+            for name, gradient in gradients.items()
+        ]

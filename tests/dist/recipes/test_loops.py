@@ -150,7 +150,7 @@ def test_poisoned_samples_fail_and_are_counted(run: Any, tmp_path: Path) -> None
         expected = [(u, i) for u in range(8) for i in range(4) if ((u, i) in failed) == is_failed]
         assert [(row["prompt_uid"], row["index"]) for row in rows] == expected
         assert all("poisoned" in row["metadata"]["error"] for row in rows if is_failed)
-    assert "prompt 5 sample 3" in ended.sentence
+    assert ended.sentence.startswith("step 1 goes on without 5 samples: reward grade: raised")
     assert "poisoned" in ended.sentence
 
 

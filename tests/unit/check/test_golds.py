@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "boxed_math": ({"answer": "#### 72"}, {"answer": ""}, "the answer of this prompt is empty"),
     "deepscaler": ({"answer": r"\boxed{3}"}, {"answer": r"\boxed{???}"}, "is no mathematics"),
+    "dapo": ({"answer": "x=3"}, {"answer": "x=1, y=2"}, "`dapo` would only compare what follows"),
     "multiple_choice": (
         {"answer": "B", "choices": ["x", "y"]},
         {"answer": "C", "choices": ["x", "y"]},
