@@ -1,5 +1,5 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
-# make test   lint, types, then every test that needs no GPU: about half an hour on two cores
+# make test   lint, types, then every test that needs no GPU: about a quarter of an hour on two cores
 # make test-backends   Megatron-core on gloo ranks, layouts and whole runs: about 7 minutes on two cores
 # make test-agents   environments of packages that are no dependencies, and SDKs of others: about 20 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
