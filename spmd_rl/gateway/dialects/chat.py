@@ -146,12 +146,27 @@ def _head(begun: Begun, kind: str) -> Json:
     return head | {"model": begun.model}
 
 
-class ChatStream:
+class DataStream:
+    """The last events of a stream of OpenAI's chunks, each of which begins with `head`."""
+
+    def __init__(self, asked: Asked, head: Json) -> None:
+        self._asked, self._head = asked, head
+
+    def usage_and_done(self, drawn: Drawn) -> Iterator[bytes]:
+        if self._asked.stream_usage:
+            yield event({**self._head, "choices": [], "usage": usage(drawn)})
+        yield DONE
+
+    def failed(self, error: SpmdError) -> Iterator[bytes]:
+        yield event({"error": {"message": str(error), "type": "server_error"}})
+        yield DONE
+
+
+class ChatStream(DataStream):
     """Events of a stream."""
 
     def __init__(self, asked: Asked, begun: Begun) -> None:
-        self._asked = asked
-        self._head = _head(begun, "chat.completion.chunk")
+        super().__init__(asked, _head(begun, "chat.completion.chunk"))
         self._num_calls = 0
 
     def start(self) -> Iterator[bytes]:
@@ -168,13 +183,7 @@ class ChatStream:
     def end(self, drawn: Drawn) -> Iterator[bytes]:
         last = _asked_for(self._asked, drawn) | {"finish_reason": drawn.finish}
         yield self._chunk({}, **last, **_prompt_ids(self._asked, drawn))
-        if self._asked.stream_usage:
-            yield event({**self._head, "choices": [], "usage": usage(drawn)})
-        yield DONE
-
-    def failed(self, error: SpmdError) -> Iterator[bytes]:
-        yield event({"error": {"message": str(error), "type": "server_error"}})
-        yield DONE
+        yield from self.usage_and_done(drawn)
 
     def _chunk(self, delta: Json, **more: Any) -> bytes:
         top = {name: more.pop(name) for name in ("prompt_token_ids",) if name in more}

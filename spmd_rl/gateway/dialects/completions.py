@@ -8,12 +8,11 @@ from itertools import accumulate
 from typing import Any
 
 from spmd_rl.data.logs.form import Json
-from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
-from spmd_rl.gateway.dialects.chat import usage
+from spmd_rl.gateway.dialects.chat import DataStream, usage
 from spmd_rl.gateway.dialects.fields import MAX_TOP, RequestFields, token_ids
 from spmd_rl.gateway.replies import ReplyPiece
-from spmd_rl.gateway.sse import DONE, event
+from spmd_rl.gateway.sse import event
 
 MAX_TOKENS = 16  # where a client says none, as OpenAI has it
 MAX_PROMPTS = 1024
@@ -140,11 +139,11 @@ def _name(asked: Asked, drawn: Drawn, token: int) -> str:
     return f"token_id:{token}" if asked.names_ids else drawn.decode([token])
 
 
-class CompletionStream:
+class CompletionStream(DataStream):
     """Events of a stream."""
 
     def __init__(self, asked: Asked, begun: Begun) -> None:
-        self._asked, self._head = asked, _head(begun)
+        super().__init__(asked, _head(begun))
 
     def start(self) -> Iterator[bytes]:
         if self._asked.echo and self._asked.prompt_text:
@@ -155,13 +154,7 @@ class CompletionStream:
 
     def end(self, drawn: Drawn) -> Iterator[bytes]:
         yield self._chunk("", **_ending(self._asked, drawn))
-        if self._asked.stream_usage:
-            yield event({**self._head, "choices": [], "usage": usage(drawn)})
-        yield DONE
-
-    def failed(self, error: SpmdError) -> Iterator[bytes]:
-        yield event({"error": {"message": str(error), "type": "server_error"}})
-        yield DONE
+        yield from self.usage_and_done(drawn)
 
     def _chunk(self, text: str, **more: Any) -> bytes:
         return event({**self._head, "choices": [_choice(self._asked, text) | more]})
