@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from spmd_rl.model.held.tensor import Along, HeldTensor, Seat
+from spmd_rl.model.held.tensor import ONE, Along, HeldTensor, Seat
 from spmd_rl.model.layers.layer import Dims, TensorSpec
 from spmd_rl.model.spec import EMBEDDING, Head, ModelSpec
 from spmd_rl.weights.plan.layout import Box
@@ -62,7 +62,7 @@ def _rows(
             owner, shards = owners[tensor.name], seat.expert_shards
             yield HeldTensor(tensor, "ep", ep, owner, shards)
             continue
-        shards = Along() if tensor.is_fixed else seat.shards
+        shards = ONE if tensor.is_fixed else seat.shards
         if tensor.name in holder.whole:
             tensor = replace(tensor, cut=None)
         if tensor.cut is None or seat.tp.size == 1:

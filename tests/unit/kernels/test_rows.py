@@ -157,12 +157,22 @@ def test_the_library_is_compared_once_a_shape(
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k"), [(32, 64), (4, 16), (512, 200)])
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "large"),
+    [
+        *((32, 64, dtype, cpu.LARGE) for dtype in (torch.float32, torch.bfloat16)),
+        *((4, 16, dtype, cpu.LARGE) for dtype in (torch.float32, torch.bfloat16)),
+        *((512, 200, dtype, cpu.LARGE) for dtype in (torch.float32, torch.bfloat16)),
+        (4, 16, torch.bfloat16, 1.0),
+    ],
+)
 def test_the_comparison_sees_two_sums_in_place_of_one(
-    n: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    n: int, k: int, dtype: torch.dtype, large: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where tall products are cut along K: most elements differ, also after rounding."""
+    """As where tall products are cut along K: most elements differ, also after rounding.
+
+    The control is a small product without large numbers: rounding to bfloat16 hides the cut.
+    """
     plain = F.linear
 
     def summed(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,11 +183,9 @@ def test_the_comparison_sees_two_sums_in_place_of_one(
         return whole.to(x.dtype)
 
     monkeypatch.setattr(cpu.F, "linear", summed)
-    threads = torch.get_num_threads()
-    assert not cpu.rows_are_independent.__wrapped__(n, k, False, dtype, threads)
-    monkeypatch.setattr(cpu, "LARGE", 1.0)
-    seen = not cpu.rows_are_independent.__wrapped__(n, k, False, torch.bfloat16, threads)
-    assert not seen or n * k > 1000, "the control: plain numbers hide it in few elements"
+    monkeypatch.setattr(cpu, "LARGE", large)
+    check = cpu.rows_are_independent.__wrapped__
+    assert check(n, k, False, dtype, torch.get_num_threads()) == (large == 1.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
