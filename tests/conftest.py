@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+
+class TorchRandom:
+    """The generator of torch: Hypothesis sets it before each example, and so can repeat it."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # Hypothesis keeps a weak reference
+register_random(TORCH_RANDOM)
 
 # How long an example takes says more of the machine, and of who else uses it, than of the code.
 settings.register_profile(
@@ -20,6 +33,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()

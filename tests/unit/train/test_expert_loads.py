@@ -66,8 +66,9 @@ def test_the_loss_and_its_gradient_are_the_mean_over_layers(
     torch.testing.assert_close(loads.balance(), theirs / layers)
     expected = mean_in_float64(logits, tokens, chosen)
     torch.testing.assert_close(loads.balance().double(), expected, rtol=1e-5, atol=0)
+    rounding = 1e-6 * experts / tokens  # a gradient is this scale times numbers below 1
     for one, other in zip(mine, torch.autograd.grad(expected, logits), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=rounding)
     assert loads.counts().sum() == layers * tokens * chosen
 
 
