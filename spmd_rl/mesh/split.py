@@ -27,7 +27,7 @@ from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, ranks_along
 
 # the keys of a role that help shows, by what the role is; a trainer may have all axes
 OF_ENGINE = {KEYS: ("ranks", "dp", "tp", "ep")}
-OF_DATA_ROLE = {KEYS: ("ranks", *DATA)}
+OF_SHARDED = {KEYS: ("ranks", *DATA, "cp", "tp", "ep")}
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class PolicySplit(Split):
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ("reference", "critic")
 
-    reference: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE)
-    critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE)
+    reference: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_SHARDED)
+    critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_SHARDED)
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,6 @@ class Placement:
     def ranks_along(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in the axes `along` alone (axes.py)."""
         return ranks_along(self.ranks, self.axes, rank, along)
-
-    def require_data_axes_alone(self, who: str) -> None:
-        """Raise a PlanError if the role has an axis beside dp and fsdp, the axes of `who`."""
-        megatron = 'a trainer with trainer.backend.kind = "megatron" has this one too'
-        self.require_axes(who, DATA, megatron)
 
     def require_axes(self, who: str, has: Sequence[str], advice: str) -> None:
         """Raise a PlanError with `advice` if the role has an axis beside those that `who` has."""

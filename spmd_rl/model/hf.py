@@ -111,19 +111,15 @@ def _checked_scales(scales: StoredTensor) -> Tensor:
     return found
 
 
-def load_weights(
-    model: CausalLM,
-    folder: str | Path,
-    weights: WeightFormat = "full",
-    held: Container[str] | None = None,
-) -> None:
-    """Fill the parameters of `model`, or those in `held`, from the folder, cast to their dtype.
+def load_weights(model: CausalLM, folder: str | Path, weights: WeightFormat = "full") -> None:
+    """Fill the parameters of `model` from the folder, cast to their dtype.
 
     Weights that `weights` says are in few bits become codes where the model holds codes. Elsewhere
     they become what their codes stand for.
 
     Raises: as `model_weights`.
     """
+    held = dict(model.named_parameters())
     tensors = model_weights(folder, model.spec.parameter_shapes(), held)
     convert = as_codes if holds_codes(model) else as_rounded
     fill(model, own_parts(model, convert(tensors, model.spec, weights)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.scorer import ScoredTokens, hidden_states
 from spmd_rl.model.spec import ModelSpec
 
@@ -35,8 +36,10 @@ class ValueHead(nn.Module):
 class ValueModel(CausalLM):
     """Decoder with a value head. It has no head of a language model, and no logits."""
 
-    def __init__(self, spec: ModelSpec, exponents: Exponents | None = None) -> None:
-        super().__init__(spec, exponents=exponents)
+    def __init__(
+        self, spec: ModelSpec, exponents: Exponents | None = None, part: ModelPart = WHOLE
+    ) -> None:
+        super().__init__(spec, exponents=exponents, part=part)
         self.lm_head = None
         self.score = ValueHead(spec.hidden_size)
 
@@ -59,4 +62,8 @@ class ValueScorer(nn.Module):
         """Shape: returns [M] fp32."""
         hidden = hidden_states(self.model, batch, self.attention_split)
         # Without a token to score, the gradient of no values still reaches every parameter.
-        return self.model.score(hidden.index_select(0, batch.rows))
+        values = self.model.score(hidden.index_select(0, batch.rows))
+        if (count := self.model.part.count) > 1 and values.requires_grad:
+            # each rank has the gradient of all values, and these are added up
+            values.register_hook(lambda grad: grad / count)
+        return values

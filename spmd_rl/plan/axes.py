@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.mesh.axes import MODEL
+from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.low_precision.coded_cache import check_alike
@@ -15,7 +15,10 @@ from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.tp.refusals import check_shared
-from spmd_rl.train.config import TrainerConfig, is_sharded
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, is_sharded
+from spmd_rl.train.extra_role import ExtraRole
+from spmd_rl.train.fsdp2.axes import ADVICE, check_frozen_axes
+from spmd_rl.train.fsdp2.axes import check_axes as check_fsdp2_axes
 from spmd_rl.train.kinds import kind_of
 
 
@@ -27,22 +30,23 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     formats.
     """
     trainer, engine, model = needs.trainer, needs.engine, needs.model
+    extra = {role.name for role in needs.extra_roles() if is_sharded(role.cfg)}
     check_row_shards(needs, placements)
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
             _check_engine(engine, placement, model, trainer)
-        elif placement.name != "train" or trainer is None:
-            placement.require_data_axes_alone("this role")
-        else:
+        elif placement.name == "train" and trainer is not None:
             head: Head = getattr(needs.trainer_role, "HEAD", "lm")
-            kind_of(trainer).check_axes(trainer, placement, model, head)
+            kind_of(trainer, head).check_axes(trainer, placement, model)
+        elif placement.name not in extra:
+            placement.require_axes("this role", DATA, ADVICE)
     if needs.pushes and trainer is not None and engine is not None and "train" in placements:
         check_alike(engine, trainer)
     if model and engine is not None and read_spec(model).num_experts:
         _check_mixture(model, engine, trainer)
     for role in needs.extra_roles():
         if is_sharded(role.cfg):
-            _check_beside(role.name, role.placement(placements))
+            _check_extra(role, role.placement(placements))
 
 
 def check_row_shards(needs: RunNeeds, placements: Placements) -> None:
@@ -92,6 +96,11 @@ def _check_engine(
     if ep == 1:
         return
     at = f"split.{placement.name}.ep = {ep}"
+    if tp > 1:
+        raise ConfigError(
+            f"{at} does not go with split.{placement.name}.tp = {tp}, whose ranks share experts "
+            "too: set ep to 1"
+        )
     if model:
         check_shares(read_spec(model), ep, at)
     if trainer is not None and trainer.lora.of_engine.rank:
@@ -126,11 +135,16 @@ def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | No
         )
 
 
-def _check_beside(name: str, placement: Placement) -> None:
-    """Raise a PlanError for a role of FSDP2 on ranks that a trainer cuts along other axes."""
-    for axis in MODEL:
-        if (size := placement.axes.get(axis, 1)) > 1:
+def _check_extra(role: ExtraRole, placement: Placement) -> None:
+    """Raise a ConfigError or PlanError for a role of FSDP2 without an axis of its ranks."""
+    for axis in ("pp", "etp"):
+        if placement.name != role.name and (size := placement.axes.get(axis, 1)) > 1:
             raise PlanError(
-                f"split.{placement.name}.{axis} = {size}: the role '{name}' shares these ranks and "
-                f"has the axes dp and fsdp alone, so set split.{name}.ranks to ranks of its own"
+                f"split.{placement.name}.{axis} = {size}: the role '{role.name}' shares these "
+                f"ranks and has no such axis, so set split.{role.name}.ranks to ranks of its own"
             )
+    spec = read_spec(role.model) if role.model else None
+    if isinstance(role.cfg, FrozenConfig):
+        check_frozen_axes(role.cfg, placement, spec)
+    elif isinstance(role.cfg, TrainerConfig):
+        check_fsdp2_axes(role.cfg, placement, spec)

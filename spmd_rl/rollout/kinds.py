@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
+from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.parts.part import ModelPart, check_parts
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -79,7 +81,8 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     if context.placement.axes.get("ep", 1) > 1:
         ranks = context.placement.ranks_along(context.world.rank, ("ep",))
         experts = ExpertRanks(context.axis_group(("ep",)), context.world.has_one_host(ranks))
-    part = part_of(context, records=cfg.cuda_graphs)
+    is_mixture = read_spec(site.model).num_experts > 0
+    part = part_of(context, records=cfg.cuda_graphs and not is_mixture)
     row_shards = max(context.row_shards, part.count)
     if row_shards > 1:
         at = f"a model that is summed in {row_shards} parts, as split.*.tp or run.row_shards says,"
@@ -97,6 +100,13 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
         row_shards,
     )
     return shared(engine)
+
+
+def _check_native_tp(spec: ModelSpec, size: int) -> None:
+    at = f"split.infer.tp = {size}"
+    check_parts(spec, size, at)
+    if spec.num_experts and size > 1:
+        check_shares(spec, size, at)
 
 
 def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
@@ -129,7 +139,7 @@ NATIVE = EngineKind(
     advice="set it to 1",
     check_options=lambda cfg: None,
     build=_build_native,
-    check_tp=lambda spec, size: check_parts(spec, size, f"split.infer.tp = {size}"),
+    check_tp=_check_native_tp,
     boxes=lambda spec, rank, size: ModelPart(rank, size).boxes(spec),
 )
 SGLANG = EngineKind(

@@ -17,6 +17,7 @@ from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_rounded
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.read import head_of, read_spec
 from spmd_rl.model.scorer import Scorer
@@ -24,7 +25,7 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
-from spmd_rl.train.fsdp2.axes import check_axes
+from spmd_rl.train.fsdp2.axes import check_axes, check_frozen_axes
 from spmd_rl.train.fsdp2.backend import Fsdp2
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.fsdp2.sharing import Sharing
@@ -48,10 +49,10 @@ def build_fsdp2(
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder, context)
-    check_axes(cfg, context.placement, spec, head)
+    check_axes(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    sharing = Sharing.of(context, fsdp2_settings(cfg).ep_dispatcher)
+    sharing = Sharing.of(context, spec, fsdp2_settings(cfg).ep_dispatcher)
     mesh = shards_mesh(context)
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)
     weights = first_weights(cfg, folder, head, backend.local)
@@ -76,22 +77,24 @@ def build_frozen(
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
-    context.placement.require_data_axes_alone("a frozen model")
+    spec, head = _spec(folder, context), head_of(folder)
+    check_frozen_axes(cfg, context.placement, spec)
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
-    scorer = _frozen_scorer(cfg, _spec(folder, context), head_of(folder))
+    sharing = Sharing.of(context, spec)
+    scorer = _frozen_scorer(cfg, spec, head, sharing.part)
     scorer.requires_grad_(False).to(dtype)
     memory = memory or RoleMemory(None, context.device)
     backend = ShardedModel(
         scorer,
-        context.mesh,
+        shards_mesh(context),
         context.device,
         dtype,
         cfg.gathers_whole,
         allocating=lambda is_base, sizes: memory.allocating("weights", sizes),
+        sharing=sharing,
     )
     memory.hold("weights", lambda: backend.local.values())
-    spec = scorer.model.spec
-    backend.fill(as_rounded(first_weights(cfg, folder, head_of(folder)), spec, cfg.weights))
+    backend.fill(as_rounded(first_weights(cfg, folder, head, backend.local), spec, cfg.weights))
     return backend
 
 
@@ -123,10 +126,12 @@ def _spec(folder: str, context: RoleContext) -> ModelSpec:
     return replace(read_spec(folder), row_shards=shards)
 
 
-def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:
+def _frozen_scorer(
+    cfg: FrozenConfig, spec: ModelSpec, head: Head, part: ModelPart
+) -> Scorer | ValueScorer:
     """Return the module that computes what the head gives, on the meta device."""
     with torch.device("meta"):
         if head == "value":
-            return ValueScorer(ValueModel(spec, kv_exponents(cfg)), cfg.attention_split)
-        model = CausalLM(spec, exponents=kv_exponents(cfg))
+            return ValueScorer(ValueModel(spec, kv_exponents(cfg), part), cfg.attention_split)
+        model = CausalLM(spec, exponents=kv_exponents(cfg), part=part)
         return Scorer(model, cfg.logit_rows, False, cfg.attention_split)

@@ -19,7 +19,9 @@ from spmd_rl.controller.capabilities import (
     WeightReceiver,
 )
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
+from spmd_rl.controller.shard_receipts import of_shard
 from spmd_rl.errors import ContractError
+from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.read import head_of, read_spec
@@ -66,7 +68,8 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
         self.memory = RoleMemory(sleep, context.device)
         self.backend = build_frozen(cfg, model, context, self.memory)
         self.memory.reserve_saves()  # so that a host with too little is refused here
-        self.runner = BatchRunner(self.backend, context, cfg.max_tokens)
+        cp = size_of(context.placement.axes, "cp")
+        self.runner = BatchRunner(self.backend, context, cp * cfg.max_tokens)
         self.checkpoints = CheckpointWriter(self.backend, context)
         self._state = TrainerState(FIRST_VERSION)
         self._is_partly_pushed = False
@@ -133,7 +136,8 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
         self.memory.require("load", WEIGHTS)
         if (Path(folder) / UNCHANGED_FILE).exists():
             if self._state.version != FIRST_VERSION:
-                self.backend.fill(first_weights(self.cfg, self.model, head_of(self.model)))
+                first = first_weights(self.cfg, self.model, head_of(self.model), self.backend.local)
+                self.backend.fill(first)
             self._state, self._resume_differences = TrainerState(FIRST_VERSION), []
         else:
             self._state, self._resume_differences = checkpoint.load(
@@ -146,12 +150,12 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
         """Give the memory of the weights back; their bytes wait on the host."""
-        return self.memory.sleep(tags)
+        return of_shard(self.context, self.memory.sleep(tags))
 
     @collective
     def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
         """Take the memory of the weights again, with their bytes."""
-        return self.memory.wake(tags)
+        return of_shard(self.context, self.memory.wake(tags))
 
     @local
     def resume_differences(self) -> list[str]:

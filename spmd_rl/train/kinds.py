@@ -31,18 +31,18 @@ class BackendKind:
     """A kind of backend, as functions of a trainer's config.
 
     `check_axes` raises a ConfigError or PlanError for axes that the backend or the model in a
-    folder ("": not known), with this head, does not have. `memory` returns what a rank takes, and
+    folder ("": not known) does not have. `memory` returns what a rank takes, and
     `build` is called by all ranks of the role.
     """
 
     config: type
-    check_axes: Callable[[TrainerConfig, Placement, str, Head], None]
+    check_axes: Callable[[TrainerConfig, Placement, str], None]
     memory: Callable[[ModelSpec, TrainerConfig, Placement, Head], Sequence[TagBytes]]
     build: Callable[[TrainerConfig, str, RoleContext, Head, RoleMemory], Learner]
 
 
-def _check_fsdp2_axes(cfg: TrainerConfig, placement: Placement, model: str, head: Head) -> None:
-    check_axes(cfg, placement, read_spec(model) if model else None, head)
+def _check_fsdp2_axes(cfg: TrainerConfig, placement: Placement, model: str) -> None:
+    check_axes(cfg, placement, read_spec(model) if model else None)
 
 
 def _build_fsdp2(
@@ -53,7 +53,7 @@ def _build_fsdp2(
     return build_fsdp2(cfg, folder, context, head, memory)
 
 
-def _check_megatron_axes(cfg: TrainerConfig, placement: Placement, model: str, head: Head) -> None:
+def _check_megatron_axes(cfg: TrainerConfig, placement: Placement, model: str) -> None:
     if model:
         check_layout(read_spec(model), placement.axes, megatron_settings(cfg), placement.name)
 

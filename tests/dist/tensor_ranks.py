@@ -32,6 +32,7 @@ from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer
+from spmd_rl.types.batch import Batch
 from tests.dist.checkpoint_ranks import digests, logprobs, step
 from tests.dist.sequence_ranks import in_wrong_order, top
 from tests.dist.train_case import make_batch
@@ -52,30 +53,34 @@ RESUMED = {"tp 1": BOTH, "2 copies, tp 2": "tp 1", BOTH: "tp 4"}
 Shares = list[tuple[str, tuple[list[int], list[int]], bytes]]
 
 
-def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], bool]:
+def gradients(trainer: Trainer, batch: Batch | None = None) -> tuple[dict[str, Tensor], bool]:
     """The whole gradients of a train step that leaves the weights alone, and whether ranks with the
-    same box have the same.
+    same box have the same. Each rank is given the `batch`, or its shard of another.
     """
+    context = trainer.context
+    batch = batch or make_batch(0).shard(context.data_size)[context.data_rank]
     backend = trainer.backend
     shares: Shares = []
 
     def watched(lr: float, scale: float) -> None:
         for name, one in backend.state()["weights"]:
             box = list(one.box.offset), list(one.box.end)
+            if one.local.grad is None and not one.local.requires_grad:
+                continue  # no optimizer changes it
             assert one.local.grad is not None
             shares.append((name, box, one.local.grad.cpu().numpy().tobytes()))
         backend.discard()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "step", watched)
-        step(trainer, 0)
-    by_rank = trainer.context.all_gather_bytes(msgspec.msgpack.encode(shares))
+        trainer.train_step(batch, grpo_loss)
+    by_rank = context.all_gather_bytes(msgspec.msgpack.encode(shares))
     return joined([msgspec.msgpack.decode(blob, type=Shares) for blob in by_rank], backend)
 
 
 def joined(by_rank: Sequence[Shares], backend: Any) -> tuple[dict[str, Tensor], bool]:
-    shapes = {name: one.shape for name, one in backend.state()["weights"]}
-    whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    named = {name for shares in by_rank for name, _, _ in shares}
+    whole = {name: torch.full(backend.held[name].spec.shape, torch.nan) for name in sorted(named)}
     seen: dict[tuple[str, str], bytes] = {}
     for shares in by_rank:
         for name, (start, end), values in shares:

@@ -64,7 +64,7 @@ class TorchExchange:
     is_recordable: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
 
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Do what `ShardExchange.sum` says. Blocks: until all ranks of the group have called.
@@ -72,7 +72,7 @@ class TorchExchange:
         Each rank adds up some rows, and gives them to the others. Where there are fewer rows than
         ranks, each adds up all: that takes one exchange in place of two.
         """
-        size = self._group.size()
+        size = self.group.size()
         if len(part) < size:
             return rounded(sum_neighbours(self._gather(part)), bias, dtype)
         missing = -len(part) % size
@@ -87,20 +87,28 @@ class TorchExchange:
         """Do what `RowExchange.sum_rows` says. Blocks: as `sum`."""
         sent = part.contiguous()
         parts = torch.empty_like(sent)
-        dist.all_to_all_single(parts, sent, group=self._group)
-        return rounded(sum_neighbours(parts.chunk(self._group.size())), bias, dtype)
+        dist.all_to_all_single(parts, sent, group=self.group)
+        return rounded(sum_neighbours(parts.chunk(self.group.size())), bias, dtype)
 
     def rows(self, own: Tensor) -> Tensor:
         """Do what `RowExchange.rows` says. Blocks: as `sum`."""
-        return rows_of_ranks(own, self._group)
+        return rows_of_ranks(own, self.group)
+
+    def joined(self, own: Tensor, num_rows: int) -> Tensor:
+        """Return `num_rows` rows, of which each rank has equally many; the last may have fewer.
+
+        Shape: own [t, N]; returns [num_rows, N]. Blocks: as `sum`.
+        """
+        missing = -(-num_rows // self.group.size()) - len(own)
+        return self.rows(F.pad(own, (0, 0, 0, missing)))[:num_rows]
 
     def gather_columns(self, own: Tensor) -> Tensor:
         """Do what `ShardExchange.gather_columns` says. Blocks: as `sum`."""
         return torch.cat(self._gather(own), 1)
 
     def _gather(self, own: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(found, own.contiguous(), group=self._group)
+        found = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(found, own.contiguous(), group=self.group)
         return found
 
 

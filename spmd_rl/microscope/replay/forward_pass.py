@@ -97,8 +97,7 @@ def load_model(
             for mixture in mixtures(model):
                 mixture.split(experts)
     model = model.to_empty(device=device)
-    own = None if experts is None else dict(model.named_parameters())
-    load_weights(model, folder, weights, own)
+    load_weights(model, folder, weights)
     if lora.rank:
         fill(model, read_adapters(lora, spec))
     return model

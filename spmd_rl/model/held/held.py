@@ -18,7 +18,8 @@ class Holder:
     """How ranks of a kind of role share a model.
 
     The rows of a vocabulary are padded to a multiple of `padding`. `whole` names parameters of
-    which each rank has all. With `experts_by_tp`, ranks along tp have blocks of experts.
+    which each rank has all. With `experts_by_tp`, ranks along tp have blocks of experts. A trainer
+    has experts along ep, whatever its tp.
     """
 
     padding: int = VOCAB_SHARDS
@@ -27,7 +28,7 @@ class Holder:
 
 
 TRAINER = Holder()
-ENGINE = Holder(whole=frozenset((EMBEDDING,)))
+ENGINE = Holder(whole=frozenset((EMBEDDING,)), experts_by_tp=True)
 
 
 def held_tensors(
@@ -46,17 +47,18 @@ def held_tensors(
     return {row.spec.name: row for row in rows}
 
 
-def parts(spec: ModelSpec, along: Along, holder: Holder) -> dict[str, Box]:
+def parts(spec: ModelSpec, along: Along, holder: Holder, head: Head = "lm") -> dict[str, Box]:
     """Return the part of each parameter that a rank along tp has."""
-    rows = held_tensors(spec, Seat(tp=along), holder)
+    rows = held_tensors(spec, Seat(tp=along), holder, head)
     return {name: row.part for name, row in rows.items()}
 
 
 def _rows(
     spec: ModelSpec, tensors: Iterable[TensorSpec], seat: Seat, holder: Holder
 ) -> Iterator[HeldTensor]:
-    ep = seat.tp if holder.experts_by_tp else seat.ep
-    owners = spec.expert_parts(ep.size) if ep.size > 1 else {}
+    ep = seat.tp if holder.experts_by_tp and seat.tp.size > 1 else seat.ep
+    are_apart = ep.size > 1 or seat.expert_shards.size > 1
+    owners = spec.expert_parts(ep.size) if are_apart else {}
     for tensor in tensors:
         if tensor.name in owners:
             owner, shards = owners[tensor.name], seat.expert_shards
@@ -65,10 +67,11 @@ def _rows(
         shards = ONE if tensor.is_fixed else seat.shards
         if tensor.name in holder.whole:
             tensor = replace(tensor, cut=None)
-        if tensor.cut is None or seat.tp.size == 1:
+        if tensor.tp_cut is None or seat.tp.size == 1:
             copies = seat.replicas * seat.tp.size
             yield HeldTensor(tensor, shards=shards, copies=copies)
         else:
-            repeats = max(1, seat.tp.size // tensor.cut.num_units) if tensor.cut.repeats else 1
+            cut = tensor.tp_cut
+            repeats = max(1, seat.tp.size // cut.num_units) if cut.repeats else 1
             copies = seat.replicas * repeats
             yield HeldTensor(tensor, "tp", seat.tp, 0, shards, copies, holder.padding)

@@ -75,6 +75,11 @@ class TensorSpec:
     def num_elements(self) -> int:
         return prod(self.shape)
 
+    @property
+    def tp_cut(self) -> Cut | None:
+        """How ranks along tp divide it: experts are whole, for `etp` of Megatron-core cuts them."""
+        return self.cut if self.expert is None else None
+
 
 @dataclass(frozen=True)
 class LayerCost:

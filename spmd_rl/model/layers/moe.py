@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
 from spmd_rl.model.layers.mlp import PROJECTIONS, gated_cost, gated_parameters
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
@@ -78,7 +77,8 @@ class Moe:
         return None
 
     def part(self, tp: int) -> Moe:
-        raise ConfigError(f"{tp} ranks share a mixture's experts along ep, and not along tp")
+        """Return the mixture with a part of what every token takes; experts are whole."""
+        return replace(self, shared_size=self.shared_size // tp)
 
     def points(self) -> Sequence[PointDef]:
         hidden = (self.hidden_size,)

@@ -38,6 +38,7 @@ from spmd_rl.model.layers.route_replay import RouteReplay
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.model.linear import Linear
+from spmd_rl.model.parts.part import WHOLE, ModelPart
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,6 +75,7 @@ class MoeMlp(nn.Module):
         self.scores, self.chosen = nn.Identity(), nn.Identity()  # what the microscope watches
         self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
         self.replay: RouteReplay | None = None  # of what an engine recorded, in a trainer's pass
+        self.part: ModelPart = WHOLE  # of the model that other ranks share
         self.gate = (
             CorrectedGate(hidden_size, num_experts)
             if sigmoid
@@ -89,7 +91,10 @@ class MoeMlp(nn.Module):
         self._kept = KeptAddresses()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape: [T, C] to [T, C]."""
+        """Shape: [T, C] to [T, C]; in a part of a trainer's model, to this rank's rows of it.
+
+        All ranks that share a model choose for all rows, and have experts compute their own.
+        """
         logits = self.scores(linear_fp32(x, self.gate.weight))
         if is_exact(x):
             return self.all_at_once(x, logits)
@@ -103,16 +108,15 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.adapted_experts import AdaptedExperts, adapted_output
         from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 
+        def routed(x: Tensor, routes: ExpertRoutes) -> Tensor:
+            projections = [self._projection(name) for name in PROJECTIONS]
+            if all(one.a is None for one in projections):
+                weights = ExpertWeights(*(one.weights for one in projections))
+                return experts_output(x, routes, weights, self._kept)
+            return adapted_output(x, routes, AdaptedExperts(*projections), self._kept)
+
         routes = self._chosen(logits, self._watched_at_once, self.weighted_at_once)
-        if isinstance(self.experts, SplitExperts):
-            return self._of_ranks(x, routes)
-        projections = [self._projection(name) for name in PROJECTIONS]
-        if all(one.a is None for one in projections):
-            weights = ExpertWeights(*(one.weights for one in projections))
-            routed = experts_output(x, routes, weights, self._kept)
-        else:
-            routed = adapted_output(x, routes, AdaptedExperts(*projections), self._kept)
-        return self._with_shared(x, routed)
+        return self._with_shared(x, routes, routed)
 
     def routes_at_once(self, logits: Tensor) -> ExpertRoutes:
         """Choose experts on a GPU and hash the routes; padding goes to none. Shape: [T, E]."""
@@ -137,8 +141,9 @@ class MoeMlp(nn.Module):
 
         Shape: x [T, C]; returns [T, C].
         """
-        if isinstance(self.experts, SplitExperts):
-            return self._of_ranks(x, routes)
+        return self._with_shared(x, routes, self._routed_one_by_one)
+
+    def _routed_one_by_one(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)
@@ -148,8 +153,7 @@ class MoeMlp(nn.Module):
             for expert, of_expert, weight in zip(self.experts, rows, weights, strict=True)
             if len(of_expert) or torch.is_grad_enabled()
         ]
-        routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
-        return self._with_shared(x, routed)
+        return from_experts(torch.cat([_weighted(*one) for one in some]), order)
 
     def split(self, group: ProcessGroup, dispatcher: EpDispatcher | None = None) -> None:
         """Keep this rank's block of the experts, which the ranks of `group` share.
@@ -159,17 +163,31 @@ class MoeMlp(nn.Module):
         ways = dispatcher or EpDispatcher(group, self.num_experts)
         self.experts = SplitExperts(self.experts, ways)
 
-    def _of_ranks(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
-        """Return what experts of all ranks give, and compute what every token takes meanwhile."""
-        shared, given = self.shared_experts, []
-        if shared is None:
-            return self.experts(x, routes)
-        routed = self.experts(x, routes, lambda: given.append(shared(x)))
-        return routed + given.pop()
+    def _with_shared(
+        self, x: Tensor, routes: ExpertRoutes, routed: Callable[[Tensor, ExpertRoutes], Tensor]
+    ) -> Tensor:
+        """Return what experts give, plus what every token takes.
 
-    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
-        """Add what every token takes."""
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        `routed` computes the former where this rank has all experts. Where ranks share them, the
+        latter is computed while rows are on their way.
+        """
+        shared, given = self.shared_experts, list[Tensor]()
+        own = self._own_rows(len(x))
+        rows = x[own], ExpertRoutes(routes.ids[own], routes.weights[own])
+        if not isinstance(self.experts, SplitExperts):
+            output = routed(*rows)
+        else:
+            meanwhile = None if shared is None else lambda: given.append(shared(x))
+            output = self.experts(*rows, meanwhile)
+        if self.part.count > 1 and not self.part.trains:
+            output = self.part.joined_rows(output, len(x))
+        if shared is None:
+            return output
+        return output + (given.pop() if given else shared(x))
+
+    def _own_rows(self, num_rows: int) -> slice:
+        """Return the rows for which this rank has experts compute."""
+        return slice(None) if self.part.count == 1 else self.part.own_rows(num_rows)
 
     def _chosen(
         self,
@@ -189,8 +207,16 @@ class MoeMlp(nn.Module):
         keep(routes.ids)
         keep_routes(routes.ids)
         if self.loads is not None:
-            self.loads.add(self, logits, routes.ids.long())
+            self.loads.add(self, self._with_own_gradient(logits), routes.ids.long())
         return routes
+
+    def _with_own_gradient(self, logits: Tensor) -> Tensor:
+        """Return the logits, whose gradient is that of the rows of this part of the model alone."""
+        if self.part.count == 1:
+            return logits
+        own = self._own_rows(len(logits))
+        before, after = logits[: own.start].detach(), logits[own.stop :].detach()
+        return torch.cat([before, logits[own], after])
 
     def _watched(self, routes: ExpertRoutes) -> ExpertRoutes:
         """Return the routes, or those that whoever watches `chosen` puts in their place."""

@@ -1,7 +1,8 @@
 """Part of a model that one rank has, where several ranks share the model. No torch.
 
 Ranks share heads by groups of queries with a key, hidden units of MLPs, and the rows of the head of
-the vocabulary. Each has the norms whole, and in an engine the embedding.
+the vocabulary. Each has the norms whole, and in an engine the embedding. Each expert of a mixture
+is whole on the ranks that have it, and computes some rows of the tokens that all ranks have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.plan.layout import Box
 
 if TYPE_CHECKING:
-    from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange
+    from torch import Tensor
+
+    from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange, TorchExchange
 
 ROW_SHARDS = (1, 2, 4, 8)  # numbers of ranks that may share a model with equal bits
 
@@ -54,6 +57,18 @@ class ModelPart:
     def embedded(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the embedding of this part."""
         return self.vocabulary(spec) if self.trains else (0, spec.vocab_size)
+
+    def own_rows(self, num_rows: int) -> slice:
+        """Return the rows of all tokens for which this part has experts compute."""
+        size = -(-num_rows // self.count)
+        return slice(min(self.index * size, num_rows), min((self.index + 1) * size, num_rows))
+
+    def joined_rows(self, own: Tensor, num_rows: int) -> Tensor:
+        """Return all rows, of which the ranks of an engine have their `own_rows`.
+
+        Ranks: all that share the model. Blocks: until each has called.
+        """
+        return cast("TorchExchange", self.exchange).joined(own, num_rows)
 
     def vocabulary(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the head of this part."""
@@ -103,13 +118,12 @@ def check_parts(spec: ModelSpec, count: int, at: str) -> None:
         return
     if count not in ROW_SHARDS:
         raise ConfigError(f"{at}: sums have equal bits over 2, 4 or 8 ranks alone")
-    if spec.num_experts:
-        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set it to 1")
-    for one in spec.distinct_tensors():
-        if one.cut is None:
+    for tensor in spec.distinct_tensors():
+        cut = tensor.tp_cut
+        if cut is None:
             continue
-        one.cut.check(count, at)
-        if one.shape[one.cut.dim] % count:
-            raise ConfigError(f"{at} does not divide the {one.shape[one.cut.dim]} of {one.name}")
+        cut.check(count, at)
+        if (size := tensor.shape[cut.dim]) % count:
+            raise ConfigError(f"{at} does not divide the {size} of {tensor.name}")
     if (count - 1) * vocab_part_rows(spec, count) >= spec.vocab_size:
         raise ConfigError(f"{at} leaves ranks without one of the {spec.vocab_size} tokens")

@@ -76,8 +76,7 @@ def build(
         base = model_weights(folder, shapes) if seed is None else random_weights(spec, seed)
         fill(model, as_codes(base, spec, cfg.weights))
     elif cfg.load_weights and has_weights(folder):
-        own = None if experts is None else dict(model.named_parameters())
-        load_weights(model, folder, cfg.weights, own)
+        load_weights(model, folder, cfg.weights)
         engine.sink().commit(FOLDER_VERSION)
     return engine
 

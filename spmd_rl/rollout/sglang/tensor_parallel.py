@@ -90,8 +90,8 @@ def check_sizes(spec: ModelSpec, size: int) -> None:
     if spec.num_experts:
         check_shares(spec, size, f"split.infer.tp = {size}")
     for one in spec.distinct_tensors():
-        if one.cut is not None and one.expert is None:
-            one.cut.check(size, f"split.infer.tp = {size}")
+        if one.tp_cut is not None:
+            one.tp_cut.check(size, f"split.infer.tp = {size}")
     last = shard_boxes(spec, size - 1, size)
     cut = [one.name for one in spec.parameters() if one.expert is None]
     if VOCAB_PADDING % size or not all(last[name].num_elements for name in cut):

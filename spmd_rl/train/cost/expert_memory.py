@@ -17,6 +17,7 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.activation_memory import Activations
 from spmd_rl.train.cost.step_memory import StepSizes
+from spmd_rl.train.cost.tensor_memory import own_shapes, unit_sizes
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, update_rules
 
 
@@ -39,11 +40,12 @@ def split_step_sizes(
 ) -> StepSizes:
     """Return what a rank has of each class. `kept` are the activations of a pass."""
     shards, ep = placement.axes["fsdp"], size_of(placement.axes, "ep")
-    others, experts = _parts(spec, cfg, head)
+    tp = size_of(placement.axes, "tp")
+    others, experts = _parts(spec, cfg, head, tp)
     master = -(-others.all // shards) - (-experts.all // placement.size)
     trained = -(-others.trained // shards) - (-experts.trained // placement.size)
     is_whole = shards == 1  # all is gathered until the end of the step
-    outside = sum(one.num_elements for one in spec.outer_parameters(head))
+    _, _, outside = unit_sizes(spec, head, tp)
     near = min(spec.num_layers, 2) * others.layer + outside
     unit = max(others.layer, outside)
     is_copied = shards > 1 or element_bytes != FP32_BYTES
@@ -82,25 +84,45 @@ def _gathered_experts(
     return gathered + rounded * element_bytes
 
 
+def shares_experts(spec: ModelSpec, placement: Placement) -> bool:
+    """Whether experts are sharded among other ranks than the rest of a model of FSDP2."""
+    ep, tp = (size_of(placement.axes, axis) for axis in ("ep", "tp"))
+    return ep > 1 or (tp > 1 and spec.num_experts > 0)
+
+
+def expert_elements(spec: ModelSpec) -> list[int]:
+    """Return the elements of the experts of each block."""
+    of_block = {
+        block: sum(
+            tensor.num_elements for tensor in block.parameters() if tensor.expert is not None
+        )
+        for block in spec.distinct_blocks()
+    }
+    return [of_block[block] for block in spec.blocks]
+
+
 @lru_cache(maxsize=64)  # a plan asks again for each layout
-def _parts(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> tuple[_Elements, _Elements]:
-    """Return the elements of all but experts, and of experts."""
+def _parts(spec: ModelSpec, cfg: TrainerConfig, head: Head, tp: int) -> tuple[_Elements, _Elements]:
+    """Return the elements of all but experts, of which `tp` ranks share each matrix, and of
+    experts.
+    """
     largest = [0, 0]
     for block in spec.distinct_blocks():
+        own = block.part(tp) if tp > 1 else block
         sizes = [0, 0]
-        for one in block.parameters():
-            sizes[one.expert is not None] += one.num_elements
+        for tensor in own.parameters():
+            sizes[tensor.expert is not None] += tensor.num_elements
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
     of_experts = spec.expert_parts(1)
-    shapes = spec.trainable_shapes(head)
+    shapes = own_shapes(spec, head, tp)
     rules = update_rules(shapes, cfg, 1)
-    found = []
+    elements = []
     for is_expert in (False, True):
         names = [name for name in shapes if (name in of_experts) == is_expert]
         trained = sum(prod(shapes[name]) for name in names if name in rules)
         every = sum(prod(shapes[name]) for name in names)
-        found.append(_Elements(every, trained, largest[is_expert]))
-    others, experts = found
+        elements.append(_Elements(every, trained, largest[is_expert]))
+    others, experts = elements
     return others, experts
 
 

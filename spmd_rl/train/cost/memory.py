@@ -24,7 +24,7 @@ from spmd_rl.train.cost.activation_memory import (
 )
 from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
 from spmd_rl.train.cost.exchange_memory import exchanging
-from spmd_rl.train.cost.expert_memory import split_step_sizes
+from spmd_rl.train.cost.expert_memory import expert_elements, shares_experts, split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
 from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, summing, unit_sizes
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
@@ -94,7 +94,7 @@ def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
         return _adapter_step_sizes(spec, cfg, placement)
-    if placement.axes.get("ep", 1) > 1:
+    if shares_experts(spec, placement):
         return _split_step_sizes(spec, cfg, placement, head)
     tp = size_of(placement.axes, "tp")
     shapes = own_shapes(spec, head, tp)
@@ -131,7 +131,8 @@ def _split_step_sizes(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
 ) -> StepSizes:
     """Return the sizes of a trainer whose ranks share experts."""
-    kept, element_bytes = _activations(spec, cfg, head), ITEM_BYTES[dtype_on_gpu(cfg)]
+    tp, element_bytes = size_of(placement.axes, "tp"), ITEM_BYTES[dtype_on_gpu(cfg)]
+    kept = _activations(spec, cfg, head, tp=tp)
     sizes = split_step_sizes(spec, cfg, placement, kept, element_bytes, head)
     return replace(sizes, chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES)
 
@@ -170,24 +171,29 @@ def frozen_memory(
     once.
     """
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, layers, rest = unit_sizes(spec, head)
-    num_parameters = layers + rest
-    is_whole = cfg.gathers_whole(num_parameters * element_bytes)
-    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
-    shards = placement.axes["fsdp"]
+    placement = placement.of_shards
+    tp, shards = size_of(placement.axes, "tp"), placement.axes["fsdp"]
+    layer, layers, rest = unit_sizes(spec, head, tp)
+    experts = expert_elements(spec) if shares_experts(spec, placement) else []
+    largest, of_experts = max(experts, default=0), sum(experts)
+    others = layers + rest - of_experts
+    is_whole = not experts and cfg.gathers_whole(others * element_bytes)
+    of_layer = layer - largest - (-largest // size_of(placement.axes, "ep"))
+    num_gathered = others if is_whole else min(spec.num_layers, 2) * of_layer + rest
     working = forward_bytes(
-        [block.cost() for block in spec.distinct_blocks()],
+        [sharing(block, tp, element_bytes) for block in spec.distinct_blocks()],
         spec.hidden_size,
-        _head_shape(spec, cfg, head, keeps_slopes=False),
+        _head_shape(spec, cfg, head, keeps_slopes=False, tp=tp),
         num_tokens=cfg.max_tokens,
         element_bytes=element_bytes,
     )
-    working += cfg.max_tokens * num_own_parts(spec) * spec.hidden_size * FP32_BYTES
+    working += cfg.max_tokens * num_own_parts(spec, tp) * spec.hidden_size * FP32_BYTES
+    weights = -(-others // shards) - (-of_experts // placement.size)
     gathered = num_gathered * element_bytes
     # until the first forward pass ends, FSDP keeps what it gathered of one unit twice
     copies = [TagBytes("copies", gathered, "work")] if is_whole and shards > 1 else []
     return [
-        TagBytes("weights", -(-num_parameters // shards) * element_bytes, "save", changes=False),
+        TagBytes("weights", weights * element_bytes, "save", changes=False),
         TagBytes("gathered", gathered, "work"),
         *copies,
         TagBytes("activations", working, "work"),

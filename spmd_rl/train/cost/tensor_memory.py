@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spmd_rl.model.held.held import TRAINER, parts
+from spmd_rl.model.held.tensor import Along
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.layer import Dims, LayerCost, num_elements
 from spmd_rl.model.parts.part import ModelPart
@@ -24,7 +26,7 @@ def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
     shapes = spec.trainable_shapes(head)
     if tp == 1:
         return shapes
-    boxes = ModelPart(0, tp, trains=True).boxes(spec)
+    boxes = parts(spec, Along(0, tp), TRAINER, head)
     return {name: boxes[name].extent for name in shapes}
 
 
@@ -34,7 +36,7 @@ def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]
     outer = spec.outer_parameters(head)
     if tp == 1:
         return max(layers), sum(layers), num_elements(outer)
-    boxes = ModelPart(0, tp, trains=True).boxes(spec)
+    boxes = parts(spec, Along(0, tp), TRAINER, head)
     return max(layers), sum(layers), sum(boxes[one.name].num_elements for one in outer)
 
 

@@ -338,7 +338,7 @@ def _scorer(
     """Return the module that computes what the head gives, on the meta device."""
     with torch.device("meta"):
         if head == "value":
-            return ValueScorer(ValueModel(spec, kv_exponents(cfg)), cfg.attention_split)
+            return ValueScorer(ValueModel(spec, kv_exponents(cfg), part), cfg.attention_split)
         recomputes = fsdp2_settings(cfg).recompute == "all"
         model = CausalLM(spec, cfg.lora, kv_exponents(cfg), part)
         return Scorer(model, cfg.logit_rows, recomputes, cfg.attention_split)

@@ -7,10 +7,11 @@ ranks that have the same block are those along `edp`. They shard it.
 from __future__ import annotations
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.config import TrainerConfig, fsdp2_settings
+from spmd_rl.train.config import TrainerConfig, Wrap, fsdp2_settings
 
 DEEP_EP_SIZES = (2, 4, 8)  # ranks of a host between which DeepEP has kernels
 
@@ -20,23 +21,45 @@ def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
 
     `spec` is None where the model is not known.
     """
-    ep = placement.axes.get("ep", 1)
-    if ep == 1:
-        return
-    at = f"split.{placement.name}.ep = {ep}"
-    if spec is not None:
-        check_shares(spec, ep, at)
     settings = fsdp2_settings(cfg)
-    if settings.ep_dispatcher == "deep_ep" and ep not in DEEP_EP_SIZES:
+    check_shared_experts(settings.wrap, placement, spec)
+    at = _sharing(placement, spec)
+    if at is None:
+        return
+    ep = size_of(placement.axes, "ep")
+    if settings.ep_dispatcher == "deep_ep" and ep > 1 and ep not in DEEP_EP_SIZES:
         sizes = ", ".join(map(str, DEEP_EP_SIZES))
         raise ConfigError(f'{at}: trainer.backend.ep_dispatcher = "deep_ep" is for {sizes} ranks')
     refused = {
         "lora.rank": (cfg.lora.rank, 0, "ranks that share experts have no adapters"),
         "optimizer.kind": (cfg.optimizer.kind, "adamw", "other optimizers need whole layers"),
-        "backend.wrap": (settings.wrap == "model", False, "experts are units of their own"),
         "backend.offload": (settings.offload == "master", False, "master weights stay awake"),
     }
-    for key, (found, allowed, reason) in refused.items():
-        if found != allowed:
-            value = getattr(settings, key.removeprefix("backend."), found)
+    for key, (value, allowed, reason) in refused.items():
+        if value != allowed:
+            value = getattr(settings, key.removeprefix("backend."), value)
             raise ConfigError(f"{at} does not go with trainer.{key} = {value!r}: {reason}")
+
+
+def check_shared_experts(wrap: Wrap, placement: Placement, spec: ModelSpec | None) -> None:
+    """Raise a ConfigError where ranks cannot share the experts of a model, whether or not it
+    learns.
+    """
+    at = _sharing(placement, spec)
+    if at is None:
+        return
+    if spec is not None:
+        check_shares(spec, size_of(placement.axes, "ep"), at)
+    if wrap == "model":
+        raise ConfigError(
+            f"{at} does not go with trainer.backend.wrap = 'model': experts are units of their own"
+        )
+
+
+def _sharing(placement: Placement, spec: ModelSpec | None) -> str | None:
+    """Return the setting by which experts are sharded among other ranks than the rest."""
+    if (ep := size_of(placement.axes, "ep")) > 1:
+        return f"split.{placement.name}.ep = {ep}"
+    is_mixture = spec is not None and spec.num_experts > 0
+    tp = size_of(placement.axes, "tp")
+    return f"split.{placement.name}.tp = {tp}" if is_mixture and tp > 1 else None

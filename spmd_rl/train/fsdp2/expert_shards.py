@@ -41,9 +41,9 @@ class ExpertShards:
 
 
 def _dispatcher_class(kind: EpDispatcherKind, context: RoleContext) -> type[EpDispatcher]:
-    if kind == "torch":
-        return EpDispatcher
     ep, of_host = context.axis_group(("ep",)).size(), context.world.local_size
+    if kind == "torch" or ep == 1:
+        return EpDispatcher
     check_deep_ep(ep)
     if of_host % ep:
         raise ConfigError(

@@ -10,11 +10,11 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.config import TrainerConfig
 
 
-def check_sequence_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
-    """Raise a ConfigError where the ranks along cp cannot share the heads of a model.
+def check_sequence_axis(balance_coef: float, placement: Placement, spec: ModelSpec | None) -> None:
+    """Raise a ConfigError where the ranks along cp cannot share the heads of a model, or where it
+    learns to balance its experts with a `balance_coef`.
 
     `spec` is None where the model is not known.
     """
@@ -22,9 +22,9 @@ def check_sequence_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpe
     if cp == 1:
         return
     at = f"split.{placement.name}.cp = {cp}"
-    if cfg.router_aux_loss_coef:
+    if balance_coef:
         raise ConfigError(
-            f"{at} does not go with trainer.router_aux_loss_coef = {cfg.router_aux_loss_coef:g}: "
+            f"{at} does not go with trainer.router_aux_loss_coef = {balance_coef:g}: "
             "that loss needs all tokens of a sequence on one rank"
         )
     for block in () if spec is None else spec.distinct_blocks():

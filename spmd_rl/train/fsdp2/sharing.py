@@ -13,6 +13,7 @@ from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.held.tensor import Along, HeldTensor, Seat
 from spmd_rl.model.parts.part import WHOLE, ModelPart
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import EpDispatcherKind
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
@@ -28,14 +29,20 @@ class Sharing:
     tensors: TensorShards | None = None
 
     @classmethod
-    def of(cls, context: RoleContext, dispatcher: EpDispatcherKind) -> Sharing:
+    def of(
+        cls, context: RoleContext, spec: ModelSpec, dispatcher: EpDispatcherKind = "torch"
+    ) -> Sharing:
         """Return what the axes of a role say, which were checked.
+
+        Where ranks share matrices, each sends its own rows to experts, which are then sharded over
+        all ranks that have them.
 
         Ranks: all of the role. Raises: ConfigError where a dispatcher of this kind cannot run.
         """
         sizes = {axis: size_of(context.placement.axes, axis) for axis in ("ep", "cp", "tp")}
+        is_apart = sizes["ep"] > 1 or (sizes["tp"] > 1 and spec.num_experts > 0)
         return cls(
-            ExpertShards(context, dispatcher) if sizes["ep"] > 1 else None,
+            ExpertShards(context, dispatcher) if is_apart else None,
             SequenceShards(context.axis_group(("cp",))) if sizes["cp"] > 1 else None,
             TensorShards(context) if sizes["tp"] > 1 else None,
         )

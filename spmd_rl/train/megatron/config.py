@@ -158,8 +158,8 @@ def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, 
 
 def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> None:
     for one in spec.distinct_tensors():
-        if one.cut is not None and one.expert is None:  # etp cuts experts
-            one.cut.check(tp, f"{at}.tp = {tp}")
+        if one.tp_cut is not None:
+            one.tp_cut.check(tp, f"{at}.tp = {tp}")
     if spec.vocab_size < tp * tp:
         raise ConfigError(
             f"{at}.tp = {tp} leaves ranks without a token of the vocabulary of {spec.vocab_size}"

@@ -16,6 +16,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.tokenizer import light_tokenizer
 from spmd_rl.model.tokenizer_rules import QWEN2_SPLIT
 from tests.dist.recipes.conftest import EXAMPLE, Ended, Run, run_in
+from tests.dist.recipes.mixtures import MIXTURES, write_mixture
 from tests.dist.recipes.test_endings import AT_STEP_2, disturbed, kill_rank_1, strike
 from tests.dist.recipes.test_expert_engines import EPISODES
 from tests.dist.recipes.test_loops import EVEN
@@ -26,6 +27,7 @@ from tests.system.kill_resume import ROUNDS
 pytestmark = pytest.mark.dist
 
 STEPS = ("--steps=2", f"--reward={EVEN}", "--engine.num_pages=256")
+Mixed = dict[str, Ended]
 APART = ("--split.train.ranks=1", "--split.infer.ranks=2", "--split.infer.tp=2")
 
 
@@ -142,6 +144,79 @@ def test_trainers_whose_ranks_share_matrices_and_sequences(
     words += ["--split.train.tp=2", "--split.train.cp=2", f"--split.infer.tp={tp}"]
     words += ["--trainer.max_tokens=48", "--run.verify_every=1", "--sampling.top_p=0.9"]
     check_bits(run("grpo", *STEPS, *words, nproc=4))
+
+
+MIXED = {
+    "alone": (1, ("--run.row_shards=2",)),
+    "trainer and engine": (2, ("--split.train.tp=2", "--split.infer.tp=2")),
+    "trainers that share experts": (4, ("--split.train.tp=2", "--split.train.ep=2")),
+    "an engine of its own, routes replayed": (
+        3,
+        (
+            *("--split.train.ranks=1", "--split.infer.ranks=2", "--split.infer.tp=2"),
+            "--sampling.replay_routes=true",
+        ),
+    ),
+    "an engine that sleeps, beside a reference": (
+        2,
+        (
+            *("--split.train.tp=2", "--split.train.ep=2", "--split.infer.tp=2", "--kl.coef=0.01"),
+            ALWAYS,
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixed:
+    """Runs of a mixture whose ranks share matrices."""
+    folder = tmp_path_factory.mktemp("mixed")
+    model = write_mixture(folder / "model", request.param)
+    words = (*STEPS, f"--model={model}", "--trainer.init=folder", "--run.verify_every=1")
+    return {
+        name: run_in(folder, "grpo", *words, *others, nproc=nproc, name=f"r{number}")
+        for number, (name, (nproc, others)) in enumerate(MIXED.items())
+    }
+
+
+@pytest.mark.parametrize("split", MIXED)
+def test_ranks_that_share_a_mixture(split: str, mixed: Mixed) -> None:
+    check_bits(mixed[split])
+    first, expected = (mixed[name].samples(1) for name in (split, "alone"))
+    for key in ("tokens", "logprobs"):
+        assert [one[key] for one in first] == [one[key] for one in expected]
+    assert all(row["onpolicy/router_flips"] == 0 for row in mixed[split].metrics)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (2, ["--split.train.tp=2"]),
+        (2, ["--split.train.cp=2"]),
+        (4, ["--split.train.tp=2", "--split.train.ep=4", "--split.infer.ranks=0-0"]),
+        (
+            4,
+            [
+                *("--split.train.ranks=1", "--split.infer.ranks=1", "--split.reference.ranks=2-3"),
+                *("--split.reference.tp=2", "--split.critic.ranks=2-3", "--split.critic.cp=2"),
+            ],
+        ),
+    ],
+)
+def test_a_reference_and_a_critic_share_what_a_trainer_shares(
+    run: Run, tmp_path: Path, num_ranks: int, words: list[str]
+) -> None:
+    """The first KL term is 0 to the bit, and the values of the critic are those of one rank."""
+    model = write_mixture(tmp_path / "model", "qwen3_moe")
+    common = ("grpo", *STEPS, f"--model={model}", "--trainer.init=folder", "--run.row_shards=2")
+    learns = ("--algorithm=ppo", "--critic.init=random", "--critic.lr=1e-2", "--kl.coef=0.1")
+    shared = run(*common, *learns, *words, nproc=num_ranks, name="shared")
+    check_bits(shared)
+    alone = run(*common, *learns, name="alone")
+    assert shared.metrics[0]["train/kl"] == alone.metrics[0]["train/kl"] == 0
+    for name in ("critic/loss", "critic/grad_norm", "train/grad_norm"):
+        for row, other in zip(shared.metrics, alone.metrics, strict=True):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

@@ -220,10 +220,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("trainer.optimizer.kind=adamw8bit", "optimizer.kind = 'adamw8bit': expected 'adamw' with"),
         ('trainer.freeze=["model.*"]', "freeze = ('model.*',): expected () with backend.kind ="),
         ("trainer.attention_split=128", "attention_split = 128: expected 0 with backend.kind ="),
-        ("split.train.tp=2 kl.coef=0.1", "the role 'reference' shares these ranks"),
+        (
+            "split.train.cp=2 kl.coef=0.1 split.reference.ranks=4 split.reference.cp=4",
+            "split.reference.cp = 4 does not divide the 2 key-value heads of a layer",
+        ),
         (
             "split.train.pp=2 algorithm=ppo critic.init=random",
-            "the role 'critic' shares these ranks and has the axes dp and fsdp alone, so set "
+            "the role 'critic' shares these ranks and has no such axis, so set "
             "split.critic.ranks to ranks of its own",
         ),
     ],

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
+from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import (
     Placement,
     RoleSplit,
@@ -98,8 +99,8 @@ def test_an_axis_of_a_model_is_refused_where_nobody_has_it() -> None:
     train = plan_split(Split(RoleSplit(tp=2)), 6).train
     assert train.axes == {"dp": 1, "fsdp": 3, "tp": 2}
     with pytest.raises(PlanError, match=r"split\.train\.tp = 2: FSDP2 has the axes dp and fsdp"):
-        train.require_data_axes_alone("FSDP2")
-    plan_split(Split(), 6).train.require_data_axes_alone("FSDP2")
+        train.require_axes("FSDP2", DATA, "set it to 1")
+    plan_split(Split(), 6).train.require_axes("FSDP2", DATA, "set it to 1")
 
 
 def test_an_unknown_role_gets_the_names_of_the_split() -> None:

@@ -31,7 +31,16 @@ def test_matrices_are_shared_beside_shards_and_copies() -> None:
     for axes in ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}):
         check(TrainerConfig(), **axes)
     check(TrainerConfig(), None, tp=4)
+    for ep in (1, 2, 4):
+        check(TrainerConfig(), with_experts(DENSE, 8, 2, 20), tp=2, ep=ep)
     check(TrainerConfig(deterministic=True, data_parts=2), tp=2)
+
+
+def test_a_mixture_is_not_one_unit() -> None:
+    whole = TrainerConfig(backend=Fsdp2Config(wrap="model"))
+    with pytest.raises(ConfigError, match=r"tp = 2 does not go with trainer\.backend\.wrap"):
+        check(whole, with_experts(DENSE, 8, 2, 20), tp=2)
+    check(whole, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,6 @@ def test_matrices_are_shared_beside_shards_and_copies() -> None:
         ({"tp": 3, "world": 3}, "3: sums have equal bits over 2, 4 or 8 ranks alone"),
         ({"tp": 8, "world": 8}, "8 is more than the 4 key-value heads"),
         ({"tp": 8, "cp": 2, "world": 16}, "8 is more than the 4 key-value heads"),
-        ({"tp": 2, "spec": with_experts(DENSE, 6, 2, 20)}, "2: ranks share a mixture's experts"),
     ],
 )
 def test_what_ranks_cannot_share_is_named(axes: dict[str, Any], words: str) -> None:

@@ -14,7 +14,8 @@ from spmd_rl.rollout.native.tp.leader import TpLeader
 def part_of(context: RoleContext, *, records: bool) -> ModelPart:
     """Return this rank's part of the model.
 
-    If the engine `records` its steps, ranks add by memory of GPUs of one host, where they can.
+    If the engine `records` its steps, ranks add by memory of GPUs of one host, where they can. An
+    engine of a mixture does not: the host waits to hear how many rows go to which experts.
     Ranks: all of the role. Blocks: there, until all ranks of this engine have called.
     """
     if context.placement.axes.get("tp", 1) == 1:
