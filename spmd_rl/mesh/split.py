@@ -102,6 +102,15 @@ class Placement:
         others = {axis: size for axis, size in self.axes.items() if axis != "cp"}
         return replace(self, axes=others | {"fsdp": self.axes["fsdp"] * cp})
 
+    def sharding_of_experts(self, is_mixture: bool) -> str:
+        """Return the setting by which FSDP2 shards experts among other ranks than all else, such as
+        "split.train.ep = 2"; empty where none does.
+        """
+        for axis in ("ep", "tp") if is_mixture else ("ep",):
+            if (size := self.axes.get(axis, 1)) > 1:
+                return f"split.{self.name}.{axis} = {size}"
+        return ""
+
     def data_rank(self, rank: int) -> int:
         """Return the shard of `rank`; ranks that differ only in pp, cp and tp share it."""
         return self.ranks_along(rank, DATA).index(rank)

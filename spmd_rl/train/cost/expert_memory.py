@@ -84,12 +84,6 @@ def _gathered_experts(
     return gathered + rounded * element_bytes
 
 
-def shares_experts(spec: ModelSpec, placement: Placement) -> bool:
-    """Whether experts are sharded among other ranks than the rest of a model of FSDP2."""
-    ep, tp = (size_of(placement.axes, axis) for axis in ("ep", "tp"))
-    return ep > 1 or (tp > 1 and spec.num_experts > 0)
-
-
 def expert_elements(spec: ModelSpec) -> list[int]:
     """Return the elements of the experts of each block."""
     of_block = {

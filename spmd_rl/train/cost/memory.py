@@ -24,7 +24,7 @@ from spmd_rl.train.cost.activation_memory import (
 )
 from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
 from spmd_rl.train.cost.exchange_memory import exchanging
-from spmd_rl.train.cost.expert_memory import expert_elements, shares_experts, split_step_sizes
+from spmd_rl.train.cost.expert_memory import expert_elements, split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
 from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, summing, unit_sizes
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
@@ -94,7 +94,7 @@ def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
         return _adapter_step_sizes(spec, cfg, placement)
-    if shares_experts(spec, placement):
+    if placement.sharding_of_experts(spec.num_experts > 0):
         return _split_step_sizes(spec, cfg, placement, head)
     tp = size_of(placement.axes, "tp")
     shapes = own_shapes(spec, head, tp)
@@ -174,7 +174,8 @@ def frozen_memory(
     placement = placement.of_shards
     tp, shards = size_of(placement.axes, "tp"), placement.axes["fsdp"]
     layer, layers, rest = unit_sizes(spec, head, tp)
-    experts = expert_elements(spec) if shares_experts(spec, placement) else []
+    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
+    experts = expert_elements(spec) if is_apart else []
     largest, of_experts = max(experts, default=0), sum(experts)
     others = layers + rest - of_experts
     is_whole = not experts and cfg.gathers_whole(others * element_bytes)

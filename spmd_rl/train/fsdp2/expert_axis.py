@@ -23,8 +23,8 @@ def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
     """
     settings = fsdp2_settings(cfg)
     check_shared_experts(settings.wrap, placement, spec)
-    at = _sharing(placement, spec)
-    if at is None:
+    at = placement.sharding_of_experts(spec is not None and spec.num_experts > 0)
+    if not at:
         return
     ep = size_of(placement.axes, "ep")
     if settings.ep_dispatcher == "deep_ep" and ep > 1 and ep not in DEEP_EP_SIZES:
@@ -45,8 +45,8 @@ def check_shared_experts(wrap: Wrap, placement: Placement, spec: ModelSpec | Non
     """Raise a ConfigError where ranks cannot share the experts of a model, whether or not it
     learns.
     """
-    at = _sharing(placement, spec)
-    if at is None:
+    at = placement.sharding_of_experts(spec is not None and spec.num_experts > 0)
+    if not at:
         return
     if spec is not None:
         check_shares(spec, size_of(placement.axes, "ep"), at)
@@ -54,12 +54,3 @@ def check_shared_experts(wrap: Wrap, placement: Placement, spec: ModelSpec | Non
         raise ConfigError(
             f"{at} does not go with trainer.backend.wrap = 'model': experts are units of their own"
         )
-
-
-def _sharing(placement: Placement, spec: ModelSpec | None) -> str | None:
-    """Return the setting by which experts are sharded among other ranks than the rest."""
-    if (ep := size_of(placement.axes, "ep")) > 1:
-        return f"split.{placement.name}.ep = {ep}"
-    is_mixture = spec is not None and spec.num_experts > 0
-    tp = size_of(placement.axes, "tp")
-    return f"split.{placement.name}.tp = {tp}" if is_mixture and tp > 1 else None

@@ -40,7 +40,7 @@ class Sharing:
         Ranks: all of the role. Raises: ConfigError where a dispatcher of this kind cannot run.
         """
         sizes = {axis: size_of(context.placement.axes, axis) for axis in ("ep", "cp", "tp")}
-        is_apart = sizes["ep"] > 1 or (sizes["tp"] > 1 and spec.num_experts > 0)
+        is_apart = context.placement.sharding_of_experts(spec.num_experts > 0)
         return cls(
             ExpertShards(context, dispatcher) if is_apart else None,
             SequenceShards(context.axis_group(("cp",))) if sizes["cp"] > 1 else None,

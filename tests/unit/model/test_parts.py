@@ -18,7 +18,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart, check_parts, row_shards_of_run
 from spmd_rl.model.spec import ModelSpec
 from tests.shared_ranks import NormExchange, on_ranks, part_of_model, parts
-from tests.specs import dense_spec, with_experts
+from tests.specs import dense_spec
 
 CPU = torch.device("cpu")
 
@@ -154,7 +154,6 @@ def test_a_fact_of_the_contract_says_in_how_many_parts_sums_are() -> None:
     [
         (spec_of("qwen3", 2), 3, "2, 4 or 8 ranks"),
         (spec_of("qwen3", 2), 16, "2, 4 or 8 ranks"),
-        (with_experts(spec_of("qwen3", 2), 4, 2, 8), 2, "along ep"),
         (spec_of("qwen3", 2, vocab=9), 8, "without one of the 9 tokens"),
         (dense_spec("qwen3", vocab=99, hidden=32, inner=46, layers=1, heads=(4, 2, 8),
                     positions=9), 4, "46 hidden units"),
