@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,25 @@ from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.row_shards import SharedProduct
 from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat, Weight
-from spmd_rl.kernels.low_precision.products import coded_linear
+from spmd_rl.kernels.low_precision.products import coded_linear, whole
+
+
+class Factors(NamedTuple):
+    """What a layer without a bias multiplies rows with: a weight, perhaps with A and B beside it.
+
+    Shape: [N, K], [R, K] and [N, R].
+    """
+
+    tensors: tuple[Weight, ...]
+    scale: float
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return what the layer gives. Shape: x [T, K]; returns [T, N] in x's dtype."""
+        weight, *beside = (whole(factor, x.dtype) for factor in self.tensors)
+        if not beside:
+            return linear(x, weight)
+        a, b = beside
+        return _adapted(x, weight, None, a, b, self.scale)
 
 
 class Linear(nn.Linear):
@@ -76,6 +94,17 @@ class Linear(nn.Linear):
         return self.codes if self.has_codes else self.weight.to(dtype)
 
     @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The weight and, beside it, those of A and B where the layer has an adapter."""
+        return self.weight, *(self.adapter or ())
+
+    @torch.no_grad()
+    def factors_in(self, dtype: torch.dtype) -> Factors:
+        """Return what a pass in `dtype` multiplies with, without a gradient."""
+        beside = (factor.to(dtype) for factor in self.adapter or ())
+        return Factors((self.operand_in(dtype), *beside), self.scale)
+
+    @property
     def is_adapted(self) -> bool:
         return self.adapter is not None
 
@@ -92,10 +121,7 @@ class Linear(nn.Linear):
         adapter = self.adapter
         if adapter is None:
             return self.product(input, self.weight, self.bias)
-        if torch.is_grad_enabled():
-            out: Tensor = _Adapted.apply(input, self.weight, self.bias, *adapter, self.scale)
-            return out
-        return self.with_adapter(input, linear(input, self.weight, self.bias))
+        return _adapted(input, self.weight, self.bias, *adapter, self.scale)
 
     def with_adapter(self, x: Tensor, product: Tensor) -> Tensor:
         """Return `product`, which the layer's weights give of x, plus what the adapter gives.
@@ -108,6 +134,16 @@ class Linear(nn.Linear):
         if adapter is None:
             return product
         return add_adapters(product, x, *adapter, self.scale, (self.out_features,))[0]
+
+
+def _adapted(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> Tensor:
+    """Return what a layer with an adapter gives. Shape: x [T, K]; returns [T, N]."""
+    if torch.is_grad_enabled():
+        out: Tensor = _Adapted.apply(x, weight, bias, a, b, scale)
+        return out
+    return add_adapters(linear(x, weight, bias), x, a, b, scale, (len(b),))[0]
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

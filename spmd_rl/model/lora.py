@@ -8,10 +8,12 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), se
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd_rl.config.rules import require
 from spmd_rl.model.layers.gqa import PROJECTIONS as ATTENTION_PROJECTIONS
+from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.layers.mlp import PROJECTIONS as MLP_PROJECTIONS
 from spmd_rl.model.spec import ModelSpec
 
@@ -81,15 +83,19 @@ class LoraConfig:
         rank, alpha, targets = (part.partition("=")[2] for part in arithmetic.split(", "))
         return LoraConfig(int(rank), float(alpha), tuple(targets.split("+")))
 
+    def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
+        """Yield every adapter's parameters, in the network's order. Those of an expert are its."""
+        for base in spec.parameters():
+            layer, _, kind = base.name.rpartition(".")
+            if kind == "weight" and layer.rpartition(".")[2] in self.projections:
+                rows, columns = base.shape
+                a, b = (f"{layer}.{name}.weight" for name in (A, B))
+                yield TensorSpec(a, (self.rank, columns), expert=base.expert)
+                yield TensorSpec(b, (rows, self.rank), expert=base.expert)
+
     def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Return the shape of every adapter's parameters by name, in the network's order."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in spec.parameter_shapes().items():
-            layer, _, kind = name.rpartition(".")
-            if kind == "weight" and layer.rpartition(".")[2] in self.projections:
-                shapes[f"{layer}.{A}.weight"] = (self.rank, shape[1])
-                shapes[f"{layer}.{B}.weight"] = (shape[0], self.rank)
-        return shapes
+        return {tensor.name: tensor.shape for tensor in self.tensors(spec)}
 
     def trained_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Return the shape of what a language model's trainer trains, by name."""

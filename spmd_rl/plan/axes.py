@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.layers.expert_shares import check_shares
@@ -15,10 +15,8 @@ from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.tp.refusals import check_shared
-from spmd_rl.train.config import FrozenConfig, TrainerConfig, is_sharded
-from spmd_rl.train.extra_role import ExtraRole
-from spmd_rl.train.fsdp2.axes import ADVICE, check_frozen_axes
-from spmd_rl.train.fsdp2.axes import check_axes as check_fsdp2_axes
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.fsdp2.axes import ADVICE
 from spmd_rl.train.kinds import kind_of
 
 
@@ -30,7 +28,7 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     formats.
     """
     trainer, engine, model = needs.trainer, needs.engine, needs.model
-    extra = {role.name for role in needs.extra_roles() if is_sharded(role.cfg)}
+    extra = {role.name for role in needs.extra_roles()}
     check_row_shards(needs, placements)
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
@@ -45,8 +43,7 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     if model and engine is not None and read_spec(model).num_experts:
         _check_mixture(model, engine, trainer)
     for role in needs.extra_roles():
-        if is_sharded(role.cfg):
-            _check_extra(role, role.placement(placements))
+        role.check_axes(placements)
 
 
 def check_row_shards(needs: RunNeeds, placements: Placements) -> None:
@@ -133,18 +130,3 @@ def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | No
             f"{model} is a mixture of experts, which '{trainer.backend.kind}' trains only in "
             "recipes without an engine, such as sft: set trainer.backend.kind = 'fsdp2'"
         )
-
-
-def _check_extra(role: ExtraRole, placement: Placement) -> None:
-    """Raise a ConfigError or PlanError for a role of FSDP2 without an axis of its ranks."""
-    for axis in ("pp", "etp"):
-        if placement.name != role.name and (size := placement.axes.get(axis, 1)) > 1:
-            raise PlanError(
-                f"split.{placement.name}.{axis} = {size}: the role '{role.name}' shares these "
-                f"ranks and has no such axis, so set split.{role.name}.ranks to ranks of its own"
-            )
-    spec = read_spec(role.model) if role.model else None
-    if isinstance(role.cfg, FrozenConfig):
-        check_frozen_axes(role.cfg, placement, spec)
-    elif isinstance(role.cfg, TrainerConfig):
-        check_fsdp2_axes(role.cfg, placement, spec)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.read import read_spec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
+from spmd_rl.train.fsdp2.axes import check_axes, check_frozen_axes
 from spmd_rl.train.value_trainer import ValueTrainer
 
 REFERENCE = "reference"  # name of the role, and of its ranks in a split
-# the class that is spawned for settings of each type
-CLASSES: tuple[tuple[type, type[Role]], ...] = (
-    (FrozenConfig, FrozenModel),
-    (TrainerConfig, ValueTrainer),
+
+
+class SettingsKind(NamedTuple):
+    """What is spawned for settings of a type, and what checks the axes of its ranks."""
+
+    settings: type
+    role: type[Role]
+    check_axes: Callable[[Any, Placement, ModelSpec | None], None]
+
+
+KINDS = (
+    SettingsKind(FrozenConfig, FrozenModel, check_frozen_axes),
+    SettingsKind(TrainerConfig, ValueTrainer, check_axes),
 )
 
 
@@ -40,13 +54,31 @@ class ExtraRole:
         """The class that is spawned. Raises: PlanError where neither `role` nor `cfg` says it."""
         if self.role is not None:
             return self.role
-        for settings, role in CLASSES:
-            if isinstance(self.cfg, settings):
-                return role
+        if self._kind is not None:
+            return self._kind.role
         raise PlanError(
             f"the role '{self.name}' has settings of type {type(self.cfg).__name__}: say its class "
             "in ExtraRole(role=...)"
         )
+
+    @property
+    def _kind(self) -> SettingsKind | None:
+        return next((kind for kind in KINDS if isinstance(self.cfg, kind.settings)), None)
+
+    def check_axes(self, placements: Placements) -> None:
+        """Raise a ConfigError or PlanError for axes of its ranks that its model does not have."""
+        if self._kind is None:
+            return
+        placement = self.placement(placements)
+        for axis in ("pp", "etp"):
+            if placement.name != self.name and (size := placement.axes.get(axis, 1)) > 1:
+                raise PlanError(
+                    f"split.{placement.name}.{axis} = {size}: the role '{self.name}' shares these "
+                    f"ranks and has no such axis, so set split.{self.name}.ranks to ranks of its "
+                    "own"
+                )
+        spec = read_spec(self.model) if self.model else None
+        self._kind.check_axes(self.cfg, placement, spec)
 
     def placement(self, placements: Placements) -> Placement:
         """Return the ranks that the split gives to the role's name, else those of the trainer.

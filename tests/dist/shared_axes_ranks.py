@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.train.config import FrozenConfig, Fsdp2Config
 from spmd_rl.train.frozen import FrozenModel
@@ -36,8 +37,10 @@ SPLITS = {
     "tp 2, cp 2": RoleSplit(tp=2, cp=2),
     "cp 2, ep 4": RoleSplit(cp=2, ep=4),
 }
+EXPERTS = {"ep 2": RoleSplit(ep=2), "ep 4": RoleSplit(ep=4)}
 DENSE = ("alone", "tp 2", "tp 2, cp 2")
 BALANCED = ("alone", "tp 2", "tp 2, ep 4")
+ADAPTED = ("alone", "ep 2", "ep 4")
 RESUMED = {"alone": "tp 2, ep 4", "tp 2, ep 2": "alone"}
 
 
@@ -47,7 +50,7 @@ class Roles(Runs):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.placements = {
-            name: plan_split({"train": one}, 4).train for name, one in SPLITS.items()
+            name: plan_split({"train": one}, 4).train for name, one in (SPLITS | EXPERTS).items()
         }
         self.meshes.build(list(self.placements.values()))
 
@@ -65,6 +68,19 @@ class Roles(Runs):
         steps = [critic.train_step(own_shard(context, seed), squares) for seed in (0, 1, 2)]
         names = ("train/loss", "train/grad_norm")
         return {"first": first, "steps": [[one[name] for name in names] for one in steps]}
+
+
+def adapted(runs: Roles, split: str, folder: Path) -> list[Any]:
+    """What adapters of a mixture are after two steps, and what they compute."""
+    lora = LoraConfig(rank=32, alpha=64)  # shards are multiples of 32 elements
+    backend = Fsdp2Config(wrap="layer")
+    trainer = runs.built(split, folder, lora=lora, deterministic=True, backend=backend)
+    first = logprobs(trainer)
+    for seed in (0, 1):
+        step(trainer, seed)
+    whole = {name: trainer.backend.gather(name).detach() for name in trainer.backend.names()}
+    bits = {name: np.asarray(one).tobytes().hex() for name, one in whole.items()}
+    return [first, logprobs(trainer), digests(trainer), bits]
 
 
 def main(mixture: Path, qwen: Path, dense: Path, out: Path) -> None:
@@ -90,6 +106,7 @@ def main(mixture: Path, qwen: Path, dense: Path, out: Path) -> None:
         values, _ = gradients(runs.built(split, qwen, router_aux_loss_coef=0.5), batch)
         if runs.world.rank == 0:
             save_file(values, folder / f"balanced {split}.safetensors")
+    report["adapted"] = {split: adapted(runs, split, qwen) for split in ADAPTED}
     report["resumed"] = {}
     for split, other in RESUMED.items():
         saved = runs.saved(split, folder / f"saved {split}")

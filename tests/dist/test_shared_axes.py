@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.dist.shared_axes_ranks import BALANCED, DENSE, RESUMED, SPLITS
+from tests.dist.shared_axes_ranks import ADAPTED, BALANCED, DENSE, RESUMED, SPLITS
 from tests.dist.test_tensor_shards import with_sizes
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import write_glm_folder, write_mixture_folder, write_model_folder
@@ -92,6 +92,18 @@ def test_a_critic_may_be_a_mixture(report: Report) -> None:
     assert shared["first"] == alone["first"]
     for step, expected in zip(shared["steps"], alone["steps"], strict=True):
         assert step == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("split", ADAPTED[1:])
+def test_adapters_of_experts_learn_the_same_bits_on_any_number_of_ranks(
+    split: str, number: int, report: Report
+) -> None:
+    """Log-probs before and after, weights and moments, and what is gathered."""
+    first, last, _, whole = alone = report["adapted"]["alone"]
+    assert report["adapted"][split][number] == alone[number]
+    assert first != last
+    assert any(".experts.7.down_proj.lora_B" in name for name in whole)
 
 
 @pytest.mark.parametrize("split", RESUMED)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from spmd_rl.model.held.tensor import ONE, Along, HeldTensor, Seat
-from spmd_rl.model.layers.layer import Dims, TensorSpec
+from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.spec import EMBEDDING, Head, ModelSpec
 from spmd_rl.weights.plan.layout import Box
 
@@ -36,14 +36,13 @@ def held_tensors(
     seat: Seat,
     holder: Holder,
     head: Head = "lm",
-    adapters: Mapping[str, Dims] | None = None,
+    adapters: Iterable[TensorSpec] = (),
 ) -> dict[str, HeldTensor]:
     """Return what a rank has of each parameter, by name; also of those of which it has no part.
 
-    `adapters` are the shapes of parameters beside the model's.
+    `adapters` are parameters beside the model's.
     """
-    extra = (TensorSpec(name, shape) for name, shape in (adapters or {}).items())
-    rows = _rows(spec, [*spec.parameters(head), *extra], seat, holder)
+    rows = _rows(spec, [*spec.parameters(head), *adapters], seat, holder)
     return {row.spec.name: row for row in rows}
 
 
@@ -60,9 +59,9 @@ def _rows(
     are_apart = ep.size > 1 or seat.expert_shards.size > 1
     owners = spec.expert_parts(ep.size) if are_apart else {}
     for tensor in tensors:
-        if tensor.name in owners:
-            owner, shards = owners[tensor.name], seat.expert_shards
-            yield HeldTensor(tensor, "ep", ep, owner, shards)
+        if are_apart and tensor.expert is not None:
+            owner = owners[_of_base(tensor.name)]
+            yield HeldTensor(tensor, "ep", ep, owner, seat.expert_shards)
             continue
         shards = ONE if tensor.is_fixed else seat.shards
         if tensor.name in holder.whole:
@@ -75,3 +74,9 @@ def _rows(
             repeats = max(1, seat.tp.size // cut.num_units) if cut.repeats else 1
             copies = seat.replicas * repeats
             yield HeldTensor(tensor, "tp", seat.tp, 0, shards, copies, holder.padding)
+
+
+def _of_base(name: str) -> str:
+    """Return the name of the weight beside which an adapter's weight is; others stay."""
+    layer, mark, _ = name.rpartition(".lora_")
+    return f"{layer}.weight" if mark else name

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
-from spmd_rl.kernels.low_precision.code_format import Weight
+from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, silu_mul, unpad_rows
 from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
@@ -26,10 +25,13 @@ from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.slots import by_expert, to_experts
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.model.layers.mlp import PROJECTIONS
-from spmd_rl.model.linear import Linear
+from spmd_rl.model.linear import Factors, Linear
 
-Copies = Sequence[Sequence[Weight]]  # for each source rank, the weight of each own expert
-Weights = Sequence[Sequence[Weight]]  # for each projection, the weight of each own expert
+if TYPE_CHECKING:
+    from spmd_rl.kernels.moe.adapted_experts import Projection
+
+
+Copies = Sequence[Sequence[Factors]]  # for each source rank, those of each own expert
 
 
 class SplitExperts(nn.ModuleList):
@@ -68,11 +70,13 @@ class SplitExperts(nn.ModuleList):
 
     def _own_slots(self, x: Tensor, routes: ExpertRoutes) -> SlotRows:
         """Return what this rank's experts give the rows of all ranks (`expert_gather`)."""
-        weights = [[one.operand_in(x.dtype) for one in self._layers(name)] for name in PROJECTIONS]
+        layers = [self._layers(name) for name in PROJECTIONS]
         if not is_exact(x):
-            return _slots_one_by_one(x, routes, weights)
+            factors = [[one.factors_in(x.dtype) for one in own] for own in layers]
+            return _slots_one_by_one(x, routes, factors)
         from spmd_rl.kernels.moe.experts import ExpertWeights, order_slots, slots_output
 
+        weights = [[one.operand_in(x.dtype) for one in own] for own in layers]
         order = order_slots(routes, len(weights[0]))
         own, kept = ExpertWeights(*weights), self._kept_of_gather
         y = slots_output(x, order, routes.weights, own, kept)
@@ -82,8 +86,8 @@ class SplitExperts(nn.ModuleList):
         """Return a projection's weights in `dtype`, once for each source rank."""
         layers, num_ranks = self._layers(name), self.dispatcher.num_ranks
         if not torch.is_grad_enabled():
-            return [[one.operand_in(dtype) for one in layers]] * num_ranks
-        copies = (_ForSources.apply(one.weight, one, num_ranks, dtype) for one in layers)
+            return [[one.factors_in(dtype) for one in layers]] * num_ranks
+        copies = (_factors_of_sources(one, num_ranks, dtype) for one in layers)
         return list(zip(*copies, strict=True))
 
     def _layers(self, name: str) -> list[Linear]:
@@ -105,21 +109,31 @@ def gathering(model: nn.Module, gather: ExpertGather) -> Iterator[None]:
 
 
 class _ForSources(torch.autograd.Function):
-    """A weight for the rows of each source rank. Its gradient is the sum over them, in float32."""
+    """A parameter for the rows of each source rank, `rounded` for a pass.
+
+    Its gradient is the sum over them, in float32.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, layer: Linear, num_sources: int, dtype: torch.dtype
+        ctx: Any, parameter: Tensor, rounded: Tensor, num_sources: int
     ) -> tuple[Tensor, ...]:
-        rounded = whole(layer.operand_in(dtype), dtype)
         return tuple(rounded.detach() for _ in range(num_sources))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         parts = (
             torch.stack(grads).float() if grads[0].dtype != torch.float32 else torch.stack(grads)
         )
-        return sum_neighbours(parts.unbind()), None, None, None
+        return sum_neighbours(parts.unbind()), None, None
+
+
+def _factors_of_sources(layer: Linear, num_sources: int, dtype: torch.dtype) -> list[Factors]:
+    """Return what a pass in `dtype` multiplies with, for the rows of each source rank."""
+    tensors, scale = layer.factors_in(dtype)
+    pairs = zip(layer.factors, tensors, strict=True)
+    copies = (_ForSources.apply(own, whole(one, dtype), num_sources) for own, one in pairs)
+    return [Factors(of_source, scale) for of_source in zip(*copies, strict=True)]
 
 
 def _one_by_one(sent: Dispatched, projections: Sequence[Copies]) -> Tensor:
@@ -132,22 +146,29 @@ def _one_by_one(sent: Dispatched, projections: Sequence[Copies]) -> Tensor:
     return torch.cat([sent.rows[:0], *given])
 
 
-def _slots_one_by_one(x: Tensor, routes: ExpertRoutes, weights: Weights) -> SlotRows:
-    """Return what experts give the slots that are theirs, one after the other."""
-    num_own = len(weights[0])
+def _slots_one_by_one(x: Tensor, routes: ExpertRoutes, factors: Copies) -> SlotRows:
+    """Return what experts give the slots that are theirs, one after the other.
+
+    `factors` are those of each own expert, projection by projection.
+    """
+    num_own = len(factors[0])
     order = by_expert(routes.ids, num_own + 1)
     scales = routes.weights.flatten()[order.slots].split(order.counts)
     rows = to_experts(x, order).split(order.counts)
-    groups = zip(rows, scales, *weights, strict=False)  # the last rows are of no own expert
+    groups = zip(rows, scales, *factors, strict=False)  # the last rows are of no own expert
     y = torch.cat([x[:0], *(_weighted(*one) for one in groups if len(one[0]))])
     return SlotRows(y, torch.where(routes.ids < num_own, order.rows, -1))
 
 
-def _weighted(x: Tensor, weight: Tensor, *projections: Weight) -> Tensor:
+def _weighted(x: Tensor, weight: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
     """Return what an expert gives its rows, times their weights. Shape: x [M, C], weight [M]."""
     tall = x if is_exact(x) else pad_rows(x)
-    gate, up, down = (whole(one, x.dtype) for one in projections)
-    product = linear_fp32(silu_mul(linear(tall, gate), linear(tall, up)), down)
+    hidden = silu_mul(gate.product(tall), up.product(tall))
+    weight_alone, *beside = down.tensors
+    if beside:
+        product = down.product(hidden).float()
+    else:
+        product = linear_fp32(hidden, whole(weight_alone, x.dtype))
     return (unpad_rows(product, len(x)) * weight.unsqueeze(1)).to(x.dtype)
 
 
@@ -156,6 +177,7 @@ def _at_once(sent: Dispatched, projections: Sequence[Copies], kept: KeptAddresse
 
     The rows of an expert that came from one rank are those of one weight in the kernels' table.
     """
+    from spmd_rl.kernels.moe.adapted_experts import AdaptedExperts, adapted_output
     from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 
     counts = torch.tensor(list(chain.from_iterable(sent.counts)))
@@ -168,5 +190,17 @@ def _at_once(sent: Dispatched, projections: Sequence[Copies], kept: KeptAddresse
         )
         ids = ids.new_full((1,), len(counts))
     routes = ExpertRoutes(ids.unsqueeze(1), weights.unsqueeze(1))
-    flat = (list(chain.from_iterable(copies)) for copies in projections)
-    return experts_output(x, routes, ExpertWeights(*flat), kept)[: len(sent.rows)]
+    flat = [list(chain.from_iterable(copies)) for copies in projections]
+    if all(len(one.tensors) == 1 for factors in flat for one in factors):
+        own = ExpertWeights(*([one.tensors[0] for one in factors] for factors in flat))
+        return experts_output(x, routes, own, kept)[: len(sent.rows)]
+    adapted = AdaptedExperts(*map(_projection, PROJECTIONS, flat))
+    return adapted_output(x, routes, adapted, kept)[: len(sent.rows)]
+
+
+def _projection(name: str, factors: Sequence[Factors]) -> Projection:
+    from spmd_rl.kernels.moe.adapted_experts import Projection
+
+    weights, *beside = zip(*(one.tensors for one in factors), strict=True)
+    a, b = beside or (None, None)
+    return Projection(name, weights, a, b, factors[0].scale)

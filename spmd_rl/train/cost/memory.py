@@ -57,7 +57,10 @@ def fsdp2_memory(
     if not cfg.lora.rank:
         return step
     num_shards = placement.of_shards.axes["fsdp"]
-    base = -(-spec.num_parameters // num_shards) * ITEM_BYTES[dtype_on_gpu(cfg)]
+    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
+    of_experts = sum(expert_elements(spec)) if is_apart else 0
+    others = -(-(spec.num_parameters - of_experts) // num_shards)
+    base = (others - (-of_experts // placement.size)) * ITEM_BYTES[dtype_on_gpu(cfg)]
     if not cfg.lora.merged_push:
         return [TagBytes("base", base, "save", changes=False), *step]
     merge = TagBytes("merge", merge_bytes(spec, cfg.lora, num_shards), "fixed")
@@ -144,7 +147,8 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
     adapted = num_adapted(spec, cfg.lora)
     is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
     unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
-    is_one_unit = fsdp2_settings(cfg).gathers_whole(unit_bytes)
+    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
+    is_one_unit = not is_apart and fsdp2_settings(cfg).gathers_whole(unit_bytes)
     num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
     sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
     of_layer = -(-adapted // spec.num_layers)

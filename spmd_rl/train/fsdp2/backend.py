@@ -134,7 +134,8 @@ class Fsdp2(ShardedModel):
 
     def _hold(self, cfg: TrainerConfig) -> None:
         """Say which tensors lie in which region of the memory."""
-        for is_base, names in ((False, list(self.local_weights())), (True, sorted(self.base))):
+        base = sorted(self.base & self.local.keys())
+        for is_base, names in ((False, list(self.local_weights())), (True, base)):
             self._memory.hold(_tag(cfg, is_base), partial(self._locals, names))
 
     def _allocating(
@@ -181,7 +182,7 @@ class Fsdp2(ShardedModel):
         if not lora.merged_push:
             return super().source(on_open)
         base = self.shards_of(name for name in self.parameters if name in self.base)
-        return MergedSource(base, self.local_weights(), lora.scale, self.gather, on_open)
+        return MergedSource(base, self.local_weights(), lora.scale, self.part, on_open)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)

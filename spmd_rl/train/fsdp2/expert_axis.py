@@ -31,7 +31,6 @@ def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
         sizes = ", ".join(map(str, DEEP_EP_SIZES))
         raise ConfigError(f'{at}: trainer.backend.ep_dispatcher = "deep_ep" is for {sizes} ranks')
     refused = {
-        "lora.rank": (cfg.lora.rank, 0, "ranks that share experts have no adapters"),
         "optimizer.kind": (cfg.optimizer.kind, "adamw", "other optimizers need whole layers"),
         "backend.offload": (settings.offload == "master", False, "master weights stay awake"),
     }

@@ -19,7 +19,7 @@ class MergedSource:
 
     A weight with an adapter is base + scale * B A in float32, and is rounded once. It is made when
     it is read, so that no other weight is in memory twice. `base` and `adapters` are this rank's
-    rows. `gather` returns a whole parameter by name; all ranks that share the base call it in each
+    rows. `gather` returns a parameter whose rows are sharded; all that have some call it in each
     `open`. `on_open` is called before each push.
     """
 

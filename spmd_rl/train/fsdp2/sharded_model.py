@@ -108,7 +108,7 @@ class ShardedModel:
         model = self.scorer.model
         seat = self._sharing.seat(Along(self.shard, self.num_shards), self.num_replicas)
         head: Head = "lm" if isinstance(self.scorer, Scorer) else "value"
-        held = held_tensors(model.spec, seat, TRAINER, head, model.lora.shapes(model.spec))
+        held = held_tensors(model.spec, seat, TRAINER, head, model.lora.tensors(model.spec))
         return {name: held[name] for name, _ in model.named_parameters()}
 
     def _make_units(
@@ -253,9 +253,16 @@ class ShardedModel:
 
     def gather(self, name: str) -> Tensor:
         """Return one whole parameter, on every rank."""
-        parameter = self.parameters.get(name)
-        part = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        part = self.part(name) if name in self.parameters else None
         return self._sharing.whole(self.held[name], part, self.device)
+
+    def part(self, name: str) -> Tensor:
+        """Return what this rank and those that shard a parameter with it have together.
+
+        Ranks: those. Blocks: until each has called.
+        """
+        parameter = self.parameters[name]
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
@@ -263,7 +270,7 @@ class ShardedModel:
 
     def note_base(self, context: RoleContext) -> None:
         """Have the contract name the base weights, which are set. Ranks: all of the role."""
-        shards = self.shards_of(self.base)
+        shards = self.shards_of(sorted(self.base & self.local.keys()))
         own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
         parts = [
             msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])

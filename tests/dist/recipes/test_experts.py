@@ -106,6 +106,44 @@ def test_replay_changes_no_weight(ended: dict[str, Ended]) -> None:
     assert all(torch.equal(one, replayed[name]) for name, one in own.items())
 
 
+ADAPTED = {
+    "alone": (2, ()),
+    "trainers share experts": (2, ("--split.train.ep=2",)),
+    "merged into engines that share experts": (
+        2,
+        (
+            *("--split.train.ep=2", "--split.infer.ep=2"),
+            *("--trainer.lora.merged_push=true", "--run.exact=false"),
+        ),
+    ),
+}
+
+
+def test_adapters_of_experts(model: Path, tmp_path: Path) -> None:
+    """Pushed alone they have equal bits, and exports have the adapters of all ranks."""
+    runs = {
+        name: run_in(
+            tmp_path,
+            "grpo",
+            f"--model={model}",
+            *("--trainer.init=folder", "--trainer.lora.rank=32", "--steps=2"),
+            *("--trainer.backend.wrap=layer", "--trainer.deterministic=true", *words),
+            nproc=nproc,
+            name=f"r{number}",
+        )
+        for number, (name, (nproc, words)) in enumerate(ADAPTED.items())
+    }
+    for name, ended in runs.items():
+        assert ended.code == 0, (name, ended.sentence)
+        for row in ended.metrics if "merged" not in name else []:
+            assert row["onpolicy/mismatched_tokens"] == row["onpolicy/router_flips"] == 0
+            assert row["onpolicy/compared_tokens"] > 0
+    alone, shared, _ = (sorted((one.folder / "hf").iterdir()) for one in runs.values())
+    assert [path.name for path in alone] == [path.name for path in shared]
+    samples = [one.samples(1) for one in runs.values()]
+    assert [one["tokens"] for one in samples[0]] == [one["tokens"] for one in samples[1]]
+
+
 def test_the_same_command_goes_on_to_the_same_bits(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

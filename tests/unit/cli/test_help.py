@@ -129,7 +129,7 @@ def test_an_engine_shows_its_own_axes_alone() -> None:
     axes = {role: axes_of(names, role) for role in ("train", "infer", "reference", "critic")}
     assert axes["train"] == ["dp", "fsdp", "tp", "pp", "cp", "ep", "etp"]
     assert axes["infer"] == ["dp", "tp", "ep"]
-    assert axes["reference"] == axes["critic"] == ["dp", "fsdp"]
+    assert axes["reference"] == axes["critic"] == ["dp", "fsdp", "tp", "cp", "ep"]
     for recipe in ("collect", "rejection_sampling", "grpo_fully_async", "distill"):
         assert axes_of(listed(of_recipe(recipe, ["--help-all"])), "infer") == axes["infer"]
     assert set(axes["infer"]) | {"fsdp"} == {axis for kind in KINDS for axis in kind.axes}

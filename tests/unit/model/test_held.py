@@ -11,6 +11,8 @@ from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
 from spmd_rl.model.held.held import ENGINE, TRAINER, Holder, held_tensors, parts
 from spmd_rl.model.held.tensor import Along, HeldTensor, Seat
+from spmd_rl.model.layers.layer import TensorSpec
+from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
 from spmd_rl.rollout.sglang.tensor_parallel import SGLANG
 from spmd_rl.weights.plan.layout import Box, disjoint
@@ -125,9 +127,19 @@ def test_sglang_gives_blocks_of_experts_to_its_ranks() -> None:
 
 
 def test_parameters_beside_the_model_are_rows_too() -> None:
-    shapes = {"model.layers.0.self_attn.q_proj.lora_A.weight": (3, 32)}
+    adapter = TensorSpec("model.layers.0.self_attn.q_proj.lora_A.weight", (3, 32))
     shards = Seat(shards=Along(1, 2))
-    held = held_tensors(DENSE, shards, Holder(), "value", shapes)
-    (name,) = shapes
-    assert held[name].box == Box((2, 0), (1, 32))
+    held = held_tensors(DENSE, shards, Holder(), "value", [adapter])
+    assert held[adapter.name].box == Box((2, 0), (1, 32))
     assert "score.weight" in held and HEAD not in held
+
+
+def test_adapters_of_an_expert_are_where_it_is() -> None:
+    adapters = list(LoraConfig(rank=2).tensors(MIXTURE))
+    for index in range(2):
+        seat = Seat(ep=Along(index, 2), expert_shards=Along(0, 3))
+        held = held_tensors(MIXTURE, seat, TRAINER, adapters=adapters)
+        for adapter in adapters:
+            layer = adapter.name.rpartition(".lora_")[0]
+            row, base = held[adapter.name], held[f"{layer}.weight"]
+            assert (row.axis, row.owner, row.shards) == (base.axis, base.owner, base.shards)

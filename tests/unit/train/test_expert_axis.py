@@ -10,7 +10,6 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.moe import deep_ep_buffer
 from spmd_rl.kernels.moe.deep_ep_buffer import VERSION, check_deep_ep
 from spmd_rl.mesh.split import RoleSplit, plan_split
-from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
 from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
 from tests.specs import dense_spec, with_experts
@@ -34,7 +33,6 @@ def test_experts_are_shared_beside_shards_and_copies() -> None:
 @pytest.mark.parametrize(
     ("cfg", "sentence"),
     [
-        ({"lora": LoraConfig(rank=2)}, "trainer.lora.rank = 2: ranks that share experts have no"),
         ({"optimizer": OptimizerConfig(kind="muon")}, "trainer.optimizer.kind = 'muon'"),
         ({"optimizer": OptimizerConfig(kind="adamw8bit")}, "trainer.optimizer.kind = 'adamw8bit'"),
         ({"backend": Fsdp2Config(wrap="model")}, "trainer.backend.wrap = 'model': experts are"),
