@@ -17,8 +17,8 @@ from spmd_rl.config.rules import at_least as at_least
 from spmd_rl.config.run import RunConfig as RunConfig
 from spmd_rl.controller.call_queue import CallQueue as CallQueue
 from spmd_rl.controller.capabilities import Saver as Saver
-from spmd_rl.controller.completion import CompletionQueue as CompletionQueue
-from spmd_rl.controller.completion import as_completed as as_completed
+from spmd_rl.controller.pending import CompletionQueue as CompletionQueue
+from spmd_rl.controller.pending import as_completed as as_completed
 from spmd_rl.controller.controller import Controller as Controller
 from spmd_rl.controller.endpoint import Role as Role
 from spmd_rl.controller.endpoint import Sharded as Sharded

@@ -16,7 +16,7 @@ from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.pending import Pending, StartedCall
-from spmd_rl.controller.routing import Route, ShardBalancer
+from spmd_rl.controller.routing import ShardBalancer
 from spmd_rl.controller.turns.join import STEP_AXES
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.axes import DATA
@@ -47,10 +47,7 @@ class Handle:
         self.capabilities = capabilities(role)
         self.memory_tags: Tags = getattr(role, "MEMORY_TAGS", ALL)
         self.dispatcher = dispatcher
-        by_data_rank: list[list[int]] = [[] for _ in range(placement.data_size)]
-        for rank in placement.ranks:
-            by_data_rank[placement.data_rank(rank)].append(rank)
-        self.shards = [tuple(ranks) for ranks in by_data_rank]
+        self.shards = placement.shards
         self.balancer = ShardBalancer(len(self.shards))
         self.endpoints = {
             key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()
@@ -118,7 +115,8 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         files = () if outgoing is None else outgoing.files
         record = dispatcher.calls.open(self._call_name, ranks, files)
         if route is not None:
-            record.call_when_done(_Release(self._handle.balancer, route, shard))
+            release = functools.partial(self._handle.balancer.release, route, shard)
+            record.call_when_done(release)
         header = self._headers.get(record.phase)
         if header is None:
             header = self._headers[record.phase] = encode(
@@ -197,19 +195,6 @@ class IssuedCall(StartedCall):
 
     def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
         return self._dispatcher.calls.wait_until(done, seconds)
-
-
-class _Release:
-    """Gives a request's place at its shard back, once."""
-
-    def __init__(self, balancer: ShardBalancer, route: Route, shard: int) -> None:
-        self._place: tuple[Route, int] | None = (route, shard)
-        self._balancer = balancer
-
-    def __call__(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            self._balancer.release(*place)
 
 
 def _same(first: Packed, second: Packed) -> bool:

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from spmd_rl.controller.completion import CompletionQueue
-from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.pending import CompletionQueue, Pending
 from spmd_rl.data.source import DataSource
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.hooks.context import Keep

@@ -41,6 +41,7 @@ class CallRecord:
         self.waiting = set(ranks)  # the ranks that have not answered
         self.done = not ranks  # nobody has to wait any longer
         self._listeners: list[Callable[[], object]] = []
+        self._lock = threading.Lock()  # of `done` and the listeners
 
     @property
     def age_s(self) -> float:
@@ -53,18 +54,22 @@ class CallRecord:
 
     def finish(self) -> None:
         """Note that nobody has to wait any longer, and tell the listeners."""
-        self.done = True  # last of all, since another thread may be waiting for it
-        for listener in self._listeners:
+        with self._lock:
+            listeners, self._listeners = self._listeners, []
+            self.done = True  # last of all, since another thread may be waiting for it
+        for listener in listeners:
             listener()
 
     def call_when_done(self, listener: Callable[[], object]) -> None:
-        """Call `listener` when the record is done; at once if it is. It may be called twice.
+        """Call `listener` once, when the record is done; at once if it is.
 
         It runs on the thread that leads, and must not block.
         """
-        self._listeners.append(listener)
-        if self.done:
-            listener()
+        with self._lock:
+            if not self.done:
+                self._listeners.append(listener)
+                return
+        listener()
 
 
 class OpenCalls:

@@ -110,3 +110,14 @@ def test_who_owes_what() -> None:
     assert calls.oldest_unanswered(0) is None
     assert calls.oldest_unanswered(1) is first
     assert second.phase == "rollout"
+
+
+def test_a_listener_is_told_once_of_all_that_ends_a_call() -> None:
+    calls, told = OpenCalls(until), []
+    record = calls.open("actor.go", (0, 1))
+    record.call_when_done(lambda: told.append("early"))
+    for rank in record.ranks:
+        calls.record_failure(record.number, rank, Failure("KeyError", "'x'", "", 1))
+    calls.abort(LostRankError("rank 1"))
+    record.call_when_done(lambda: told.append("late"))
+    assert told == ["early", "late"]
