@@ -15,7 +15,6 @@ import torch.distributed as dist
 from benchmarks.shapes import random_weights, write_config
 from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import Meshes, RoleContext
-from spmd_rl.mesh.shards_mesh import shards_mesh
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.spec import ModelSpec
@@ -76,7 +75,7 @@ def learner_in(context: RoleContext, spec: ModelSpec, cfg: TrainerConfig) -> Lea
         backend = Megatron(spec, context, cfg)
     else:
         sharing = Sharing.of(spec, context, cfg.backend.ep_dispatcher)
-        mesh = shards_mesh(context)
+        mesh = context.shards_mesh()
         backend = Fsdp2(spec, mesh, cfg, context.device, sharing=sharing)
     backend.fill(random_weights(spec))
     made = Learner(backend, context, cfg)

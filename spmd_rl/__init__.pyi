@@ -17,8 +17,6 @@ from spmd_rl.config.rules import at_least as at_least
 from spmd_rl.config.run import RunConfig as RunConfig
 from spmd_rl.controller.call_queue import CallQueue as CallQueue
 from spmd_rl.controller.capabilities import Saver as Saver
-from spmd_rl.controller.pending import CompletionQueue as CompletionQueue
-from spmd_rl.controller.pending import as_completed as as_completed
 from spmd_rl.controller.controller import Controller as Controller
 from spmd_rl.controller.endpoint import Role as Role
 from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -26,7 +24,9 @@ from spmd_rl.controller.endpoint import collective as collective
 from spmd_rl.controller.endpoint import concurrent as concurrent
 from spmd_rl.controller.endpoint import local as local
 from spmd_rl.controller.endpoint import routed as routed
+from spmd_rl.controller.pending import CompletionQueue as CompletionQueue
 from spmd_rl.controller.pending import Pending as Pending
+from spmd_rl.controller.pending import as_completed as as_completed
 from spmd_rl.data.prompts import PromptConfig as PromptConfig
 from spmd_rl.data.prompts import Prompts as Prompts
 from spmd_rl.data.sft import SftPairs as SftPairs

@@ -16,7 +16,13 @@ from typing import Any, Literal, Union
 
 KIND = "kind"
 KEYS = "keys"  # in a field's metadata: the keys of its table that serve there, which help shows
-SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+SCALARS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    type(None): "none",
+}
 UNIONS = (Union, types.UnionType)
 
 
@@ -82,8 +88,6 @@ def type_in_words(hint: Any) -> str:
         return _list_in_words(origin, args)
     if origin is dict:
         return f"a table (each value {type_in_words(args[1])})"
-    if hint is type(None):
-        return "none"
     return SCALARS.get(hint) or str(getattr(hint, "__name__", hint))
 
 

@@ -11,13 +11,14 @@ The arguments travel to the ranks like those of an endpoint, by the types in the
 from __future__ import annotations
 
 import inspect
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd_rl.controller.config_codec import ConfigCodec
-from spmd_rl.controller.endpoint import Role
-from spmd_rl.errors import ConfigError
+from spmd_rl.config.load import from_data
+from spmd_rl.config.schema import table_classes, type_hints
+from spmd_rl.controller.channel.codec import Codec, Packed
+from spmd_rl.controller.endpoint import Role, wire_types
+from spmd_rl.errors import ConfigError, ContractError
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -59,20 +60,44 @@ class Constructor:
 
         Raises: ConfigError when a parameter has no type.
         """
-        hints = self._hints() if self.names else {}
-        return ConfigCodec(cfg_type, [hints[name] for name in self.names])
-
-    def _hints(self) -> dict[str, Any]:
         where = f"{self._role.__name__}.__init__"
-        try:
-            hints = typing.get_type_hints(self._role.__init__, include_extras=True)
-        except NameError as error:
-            raise ConfigError(
-                f"{where}: {error}: import its types outside of TYPE_CHECKING"
-            ) from error
+        hints = wire_types(self._role.__init__, where) if self.names else {}
         for name in self.names:
             if name not in hints:
                 raise ConfigError(
                     f"{where}: parameter '{name}' needs a type, since it crosses to workers"
                 )
-        return hints
+        return ConfigCodec(cfg_type, [hints[name] for name in self.names])
+
+
+class ConfigCodec:
+    """Decodes a config of class `cfg_type`, and settings of `types` after it.
+
+    The decoder of the wire takes no union of config classes, as that of `TrainerConfig.backend` is.
+    A config that has one is decoded to plain data first, which is then read as a file's is.
+    """
+
+    def __init__(self, cfg_type: type, types: Sequence[Any]) -> None:
+        self._cfg_type = cfg_type
+        self._is_plain = not _has_kinds(cfg_type)
+        annotation = (cfg_type if self._is_plain else dict[str, Any], *types)
+        self._codec = Codec(tuple[annotation])  # type: ignore[valid-type]
+
+    def unpack(self, packed: Packed) -> tuple[Any, ...]:
+        """Return config and settings.
+
+        Raises: ContractError saying where the value does not fit.
+        """
+        config, *settings = self._codec.unpack(packed)
+        if self._is_plain:
+            return (config, *settings)
+        try:
+            return (from_data(self._cfg_type, config), *settings)
+        except ConfigError as error:
+            raise ContractError(f"{self._cfg_type.__name__}: {error}") from error
+
+
+def _has_kinds(cls: type) -> bool:
+    """Return whether a config class has a field of several classes, at any depth."""
+    tables = [table_classes(hint) for hint in type_hints(cls).values()]
+    return any(len(classes) > 1 or any(map(_has_kinds, classes)) for classes in tables)

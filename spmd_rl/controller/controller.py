@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.import_names import name_of
-from spmd_rl.controller.channel.messages import Spawn, encode
+from spmd_rl.controller.channel.messages import BuildMeshes, Spawn
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
@@ -25,15 +25,54 @@ from spmd_rl.controller.run.step_loop import StepLoop
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.controller.sleepers import Sleepers, SleepPolicy
 from spmd_rl.controller.weight_sync import WeightSync, WeightSyncConfig
-from spmd_rl.controller.world import ControllerWorld
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.split import Placement
+from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.start_phase import start_phase
 from spmd_rl.types.groups import Group
 
 R = TypeVar("R", bound=Role)
 
-_CONTRACT = Codec(Contract | None)
+_CONTRACT, _SEES = Codec(Contract | None), Codec(bool)
+
+
+class ControllerWorld:
+    """The ranks of the run. A recipe splits them among its roles."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.size = dispatcher.roster.world_size
+
+    def split(self, split: Any) -> Placements:
+        """Place the roles that `split` (a dataclass or mapping of RoleSplit) names, and build their
+        meshes.
+
+        Blocks: until every rank of the world has built them.
+        Raises: PlanError when they do not fit.
+        """
+        placements = plan_split(split, self.size)
+        self.build(list(placements.values()))
+        return placements
+
+    def nodes(self) -> dict[int, int]:
+        """Return the number of each rank's host, by rank."""
+        workers = self._dispatcher.roster.workers
+        hosts = {rank: worker.hello.host for rank, worker in sorted(workers.items())}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
+        return {rank: numbers[host] for rank, host in hosts.items()}
+
+    def build(self, placements: list[Placement]) -> None:
+        """Build the meshes of `placements` on every rank of the world.
+
+        Blocks: until every rank of the world has built them.
+        """
+        dispatcher, shared = self._dispatcher, self._dispatcher.shared
+        folder = str(shared.folder) if shared is not None else ""
+        command = BuildMeshes(placements, dispatcher.traces, folder)
+        answers = dispatcher.run("world.split", tuple(range(self.size)), command).values()
+        sees = map(_SEES.unpack, answers)
+        if shared is not None and not all(sees):  # a worker may be in a container of its own
+            shared.close()
+            dispatcher.shared = None
 
 
 class Controller:
@@ -87,7 +126,7 @@ class Controller:
         self._sleepers.make_room(on)
         spawn = Spawn(name, name_of(role), on, name_of(type(cfg)), row_shards)
         with start_phase(f"building {name}"):
-            answers = self._build(spawn, value)
+            answers = self._dispatcher.run(f"{name}.__init__", on.ranks, spawn, value)
         self._handles[name] = handle
         self._sleepers.add(handle)
         self._record_contracts(name, answers)
@@ -114,7 +153,7 @@ class Controller:
         weight_sync = self.spawn(WeightSync, cfg, on=placement)
         layouts = connect(weight_sync, placement, self.run_folder, self._exact)
         plan = prepare(weight_sync, layouts, self.world.nodes())
-        names = ends[0].name, ends[1].name
+        names = cfg.source, cfg.destination
         return Link(weight_sync, plan, names, self._link_config, self._loop.record)
 
     @contextmanager
@@ -200,14 +239,6 @@ class Controller:
         """Wake the roles among the parts of a checkpoint."""
         handles = [part for part in parts.values() if isinstance(part, Handle)]
         self._sleepers.wake_for_checkpoint(handles)
-
-    def _build(self, command: Spawn, value: Packed) -> dict[int, Packed]:
-        """Have every rank of a placement build a role; return their answers in rank order."""
-        ranks = command.placement.ranks
-        record = self._dispatcher.calls.open(f"{command.name}.__init__", ranks)
-        self._dispatcher.issue(record, encode(command), [(ranks, value)])
-        answers = self._dispatcher.collect(record)
-        return {rank: answers[rank] for rank in ranks}
 
     def _record_contracts(self, name: str, answers: dict[int, Packed]) -> None:
         """Record the numeric contracts that the ranks of a role answered with, if it has them."""

@@ -178,7 +178,7 @@ class Signature:
         self.where = endpoint.function.__qualname__
         self._function = endpoint.function
         self._signature = inspect.signature(endpoint.function)
-        hints = self._hints(endpoint)
+        hints = wire_types(endpoint.function, self.where)
         parameters = list(self._signature.parameters.values())[1:]
         self._require_types(parameters, hints)
         self.names = tuple(parameter.name for parameter in parameters)
@@ -259,13 +259,16 @@ class Signature:
         """Return one result from the results of the shards."""
         return join(parts, self.sharded["return"])
 
-    def _hints(self, endpoint: Endpoint[Any, Any]) -> dict[str, Any]:
-        try:
-            return typing.get_type_hints(endpoint.function, include_extras=True)
-        except NameError as error:
-            raise ConfigError(
-                f"{self.where}: {error}: import the types of an endpoint outside of TYPE_CHECKING"
-            ) from error
+
+def wire_types(function: Any, where: str) -> dict[str, Any]:
+    """Return the types of a function whose values cross between processes.
+
+    Raises: ConfigError when one is not imported where the program runs.
+    """
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{where}: {error}: import its types outside of TYPE_CHECKING") from error
 
 
 def shard(value: Any, num_shards: int, num_parts: int = 0) -> list[Any]:

@@ -31,8 +31,12 @@ from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.lifecycle.error_messages import failure_of
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.live_counts import sum_counts
-from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
-from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
+from spmd_rl.controller.running_calls import (
+    DeferredCall,
+    LocalEndpoint,
+    RunningCalls,
+    bind,
+)
 from spmd_rl.controller.turns.join import shard_turns, step_turns
 from spmd_rl.controller.turns.lost_turn import LostTurnError
 from spmd_rl.controller.turns.shard_turns import ShardTurns
@@ -155,21 +159,16 @@ class Worker:
 
     def _run(self, command: Command | Stop, value: Packed, number: int) -> None:
         """Run a command, and keep its answer to be sent, unless it comes later."""
-        header, result = _RESULT, NOTHING
+        header = _RESULT
         try:
-            if type(command) is Call:
-                called = self._call(command, value, number)
-                if called is None:
-                    return
-                result = called
-            else:
-                assert isinstance(command, Command)
-                result = self._build(command, value)
+            result = self._returned(command, value, number)
+            if result is None:
+                return
         # User code may raise anything: the controller decides what that ends.
         except BaseException as error:
             if os.getpid() != self._pid:  # raised in a process that user code forked
                 raise
-            header = encode(failure_of(error))
+            header, result = encode(failure_of(error)), NOTHING
         if os.getpid() != self._pid:  # a forked process returned from the user's function
             os._exit(0)
         self._answers.append((header, result, number))
@@ -239,13 +238,14 @@ class Worker:
                 endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
             )
 
-    def _build(self, command: Command, value: Packed) -> Packed:
-        """Build a role or meshes, as the command says."""
+    def _returned(self, command: Command | Stop, value: Packed, number: int) -> Packed | None:
+        """Run a command, and return its packed value; None if its answer comes later."""
+        if type(command) is Call:
+            return self._call(command, value, number)
         if isinstance(command, Spawn):
             return self._build_role(command, value)
-        if isinstance(command, BuildMeshes):
-            return pack(self._build_meshes(command))
-        return NOTHING
+        assert isinstance(command, BuildMeshes)
+        return pack(self._build_meshes(command))
 
     def _build_role(self, command: Spawn, value: Packed) -> Packed:
         """Build a role, and return its numeric contract if it has one."""

@@ -6,13 +6,14 @@ Process groups are made in this module only, by every rank of the world in the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.axes import DATA, MODEL, SHARD, communicating_groups, groups_along, mesh_axes
+from spmd_rl.mesh.axes import DATA, MODEL, communicating_groups, mesh_axes, size_of
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
@@ -26,34 +27,23 @@ if TYPE_CHECKING:
 Groups = dict[tuple[int, ...], "ProcessGroup"]  # by the ranks of each
 
 
+@dataclass(eq=False)
 class RoleContext:
     """The context that a role gets on one rank: its placement, mesh and process group.
 
     Roles of one process share `neighbours`, which each role joins when it is built, and `trace`.
     """
 
-    def __init__(
-        self,
-        world: World,
-        placement: Placement,
-        mesh: DeviceMesh,
-        group: ProcessGroup,
-        neighbours: dict[str, Any],
-        trace: Trace | None = None,
-        shard_group: ProcessGroup | None = None,
-        axis_groups: Groups | None = None,
-        row_shards: int = 1,
-    ) -> None:
-        self.world = world
-        self.placement = placement
-        self.mesh = mesh
-        self.group = group
-        self.trace = trace or Trace()
-        self.row_shards = row_shards  # of models here (model/spec.py)
-        self._neighbours = neighbours
-        self._shard_group = shard_group  # None where a shard is one rank
-        # of the ranks along some axes of the model, where that is neither one rank nor all of them
-        self._axis_groups = {} if axis_groups is None else axis_groups
+    world: World
+    placement: Placement
+    mesh: DeviceMesh
+    group: ProcessGroup
+    neighbours: dict[str, Any]
+    trace: Trace = field(default_factory=Trace)
+    shard_group: ProcessGroup | None = None  # None where a shard is one rank
+    # of the ranks along some axes of the model, where that is neither one rank nor all of them
+    axis_groups: Groups = field(default_factory=dict)
+    row_shards: int = 1  # of models here (model/spec.py)
 
     @property
     def rank(self) -> int:
@@ -95,11 +85,11 @@ class RoleContext:
         ranks = self.placement.ranks_along(self.world.rank, along)
         if ranks == self.placement.ranks:
             return self.group
-        if ranks not in self._axis_groups and len(ranks) == 1:
-            self._axis_groups[ranks] = dist.new_group(
+        if ranks not in self.axis_groups and len(ranks) == 1:
+            self.axis_groups[ranks] = dist.new_group(
                 list(ranks), COLLECTIVE_TIMEOUT, use_local_synchronization=True
             )
-        return self._axis_groups[ranks]
+        return self.axis_groups[ranks]
 
     def axis_mesh(self, along: Sequence[str]) -> DeviceMesh:
         """Return the ranks that `axis_group` has, as a mesh of one axis.
@@ -111,6 +101,29 @@ class RoleContext:
         group = self.axis_group(along)
         return DeviceMesh.from_group(group, self.world.device, mesh_dim_names=("_".join(along),))
 
+    def shards_mesh(self) -> DeviceMesh:
+        """Return the mesh over which FSDP2 shards weights: fsdp has the ranks along cp too.
+
+        It has the axes dp and fsdp alone. Ranks along tp have meshes of their own.
+        Ranks: all of the role, in the same order. Blocks: no.
+        """
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        placement, mesh = self.placement, self.mesh
+        cp, tp = size_of(placement.axes, "cp"), size_of(placement.axes, "tp")
+        if cp == tp == 1:
+            return mesh
+        sizes = [placement.of_shards.axes[axis] for axis in DATA]
+        ranks = torch.tensor(placement.ranks).reshape(*sizes, tp)
+        of_fsdp = self.axis_group(("fsdp", "cp")) if cp > 1 else mesh.get_group("fsdp")
+        return DeviceMesh.from_group(
+            [mesh.get_group("dp"), of_fsdp],
+            self.world.device,
+            mesh=ranks[..., self.rank % tp],
+            mesh_dim_names=DATA,
+        )
+
     def broadcast_in_shard(self, blob: bytes) -> bytes:
         """Return the `blob` of the shard's first rank.
 
@@ -119,19 +132,19 @@ class RoleContext:
         import torch
         import torch.distributed as dist
 
-        if self._shard_group is None:
+        if self.shard_group is None:
             return blob
         size = torch.tensor([len(blob)], dtype=torch.int64)
-        dist.broadcast(size, group=self._shard_group, group_src=0)
+        dist.broadcast(size, group=self.shard_group, group_src=0)
         shared = torch.empty(int(size.item()), dtype=torch.uint8)
         if self.shard_rank == 0:
             shared.numpy()[:] = np.frombuffer(blob, np.uint8)
-        dist.broadcast(shared, group=self._shard_group, group_src=0)
+        dist.broadcast(shared, group=self.shard_group, group_src=0)
         return shared.numpy().tobytes()
 
     def neighbour(self, role_name: str) -> Any | None:
         """Return the instance of another role in this process, if there is one."""
-        return self._neighbours.get(role_name)
+        return self.neighbours.get(role_name)
 
     def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum over the role's ranks, on the host.
@@ -150,12 +163,7 @@ class RoleContext:
 
         Ranks: all of the role. Blocks: until each has called.
         """
-        import torch
-        import torch.distributed as dist
-
-        largest = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return int(largest.item())
+        return _all_reduce_max(value, self.group)
 
     def all_gather_bytes(self, blob: bytes, group: ProcessGroup | None = None) -> list[bytes]:
         """Return the `blob` of each of the role's ranks, in their order.
@@ -164,16 +172,16 @@ class RoleContext:
 
         Ranks: all of the role. Blocks: until each has called.
         """
-        return _all_gather_bytes(blob, group or self.group, self.size)
+        return _all_gather_bytes(blob, group or self.group)
 
     def all_gather_in_shard(self, blob: bytes) -> list[bytes]:
         """Return the `blob` of each rank of the shard, in their order.
 
         Ranks: all of the shard. Blocks: until each has called.
         """
-        if self._shard_group is None:
+        if self.shard_group is None:
             return [blob]
-        return _all_gather_bytes(blob, self._shard_group, self.shard_size)
+        return _all_gather_bytes(blob, self.shard_group)
 
     def all_gather_numbers(self, values: Sequence[int], along: Sequence[str]) -> list[list[int]]:
         """Return the equally many `values` of each rank that `axis_group` has, in their order.
@@ -181,27 +189,17 @@ class RoleContext:
         Ranks: all of that group. Blocks: until each has called.
         """
         import torch
-        import torch.distributed as dist
 
-        own, group = torch.tensor(values, dtype=torch.int64), self.axis_group(along)
-        gathered = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(gathered, own, group=group)
-        return [one.tolist() for one in gathered]
+        row = torch.tensor(values, dtype=torch.int64)
+        return [gathered.tolist() for gathered in _all_gather(row, self.axis_group(along))]
 
     def side_group(self) -> ProcessGroup:
         """Make a new gloo group of the role's ranks, for collectives of a second thread.
 
         Ranks: all of the role. Blocks: until each has called.
         """
-        import torch.distributed as dist
-
         _make_equally_many_groups(self.world.rank, self.group)
-        ranks = list(self.placement.ranks)
-        group = dist.new_group(
-            ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
-        prove(self.world, group)
-        return group
+        return _gloo_group(self.world, self.placement.ranks)
 
     def barrier(self) -> None:
         """Wait for all ranks of the role.
@@ -218,9 +216,8 @@ class Meshes:
         self.world = world
         self.neighbours: dict[str, Any] = {}
         self.trace = Trace()
-        self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
-        self._shard_groups: dict[tuple[Any, ...], ProcessGroup] = {}
-        self._axis_groups: dict[tuple[Any, ...], Groups] = {}
+        # what a `RoleContext` has of a placement: mesh, group, group of the shard, and of axes
+        self._built: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def build(self, placements: list[Placement]) -> None:
         """Build the mesh and the group of each placement; equal placements share them.
@@ -242,42 +239,34 @@ class Meshes:
                 if self.world.rank in placement.ranks:
                     prove(self.world, group)
                     self._prepare_axes(mesh)
-                self._built[_key(placement)] = (mesh, group)
-                self._build_shard_groups(placement)
-                self._build_axis_groups(placement)
+                shard_group = self._shard_group(placement, group)
+                axis_groups = self._axis_groups(placement)
+                self._built[_key(placement)] = mesh, group, shard_group, axis_groups
 
-    def _build_shard_groups(self, placement: Placement) -> None:
+    def _shard_group(self, placement: Placement, group: ProcessGroup) -> ProcessGroup | None:
         """Make a host group of this rank's shard, where a shard has several ranks.
 
         Only its ranks take part. Where the world has NCCL, torch has the others wait in a split of
         NCCL's communicator, which members of a group without NCCL do not join.
         """
-        import torch.distributed as dist
-
         if placement.size == placement.data_size or self.world.rank not in placement.ranks:
-            return
-        _make_equally_many_groups(self.world.rank, self._built[_key(placement)][1])
-        shards = groups_along(placement.ranks, placement.axes, SHARD)
-        (own,) = [list(ranks) for ranks in shards if self.world.rank in ranks]
-        group = dist.new_group(
-            own, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
-        prove(self.world, group)
-        self._shard_groups[_key(placement)] = group
+            return None
+        _make_equally_many_groups(self.world.rank, group)
+        return _gloo_group(self.world, placement.shard_ranks(self.world.rank))
 
-    def _build_axis_groups(self, placement: Placement) -> None:
+    def _axis_groups(self, placement: Placement) -> Groups:
         """Make the groups in which the ranks of a shard of a model talk to each other."""
         import torch.distributed as dist
 
-        own: Groups = {}
-        self._axis_groups[_key(placement)] = own
+        joined: Groups = {}
         if all(placement.axes.get(axis, 1) == 1 for axis in MODEL):
-            return
+            return joined
         for ranks in communicating_groups(placement.ranks, placement.axes):
             group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
             if self.world.rank in ranks:
                 prove(self.world, group)
-                own[ranks] = group
+                joined[ranks] = group
+        return joined
 
     def _prepare_axes(self, mesh: DeviceMesh) -> None:
         """Set the timeout of the groups of a mesh, and prove their connections."""
@@ -294,19 +283,9 @@ class Meshes:
         """
         if _key(placement) not in self._built:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
-        mesh, group = self._built[_key(placement)]
-        shard_group = self._shard_groups.get(_key(placement))
-        axis_groups = self._axis_groups[_key(placement)]
+        mesh, group, *groups = self._built[_key(placement)]
         return RoleContext(
-            self.world,
-            placement,
-            mesh,
-            group,
-            self.neighbours,
-            self.trace,
-            shard_group,
-            axis_groups,
-            row_shards,
+            self.world, placement, mesh, group, self.neighbours, self.trace, *groups, row_shards
         )
 
 
@@ -314,18 +293,45 @@ def _key(placement: Placement) -> tuple[Any, ...]:
     return placement.ranks, tuple(placement.axes.items())
 
 
-def _all_gather_bytes(blob: bytes, group: ProcessGroup, num_ranks: int) -> list[bytes]:
-    """Return the `blob` of each rank of a group that has `num_ranks`."""
+def _all_gather(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensor of each rank of a group; all have the same shape."""
     import torch
     import torch.distributed as dist
 
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-    dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
-    longest = int(max(sizes))
-    padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(num_ranks)]
-    dist.all_gather(gathered, padded, group=group)
-    return [blob[: int(size)].numpy().tobytes() for blob, size in zip(gathered, sizes, strict=True)]
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return gathered
+
+
+def _all_gather_bytes(blob: bytes, group: ProcessGroup) -> list[bytes]:
+    """Return the `blob` of each rank of a group."""
+    import torch
+
+    sizes = [int(size) for size in _all_gather(torch.tensor([len(blob)]), group)]
+    padded = torch.from_numpy(np.frombuffer(blob.ljust(max(sizes), b"\0"), np.uint8).copy())
+    blobs = zip(_all_gather(padded, group), sizes, strict=True)
+    return [gathered[:size].numpy().tobytes() for gathered, size in blobs]
+
+
+def _all_reduce_max(value: int, group: ProcessGroup) -> int:
+    """Return the largest `value` of the ranks of a group."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest.item())
+
+
+def _gloo_group(world: World, ranks: Sequence[int]) -> ProcessGroup:
+    """Make a proven gloo group, of which this rank is one. Ranks: all of these."""
+    import torch.distributed as dist
+
+    group = dist.new_group(
+        list(ranks), COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
+    )
+    prove(world, group)
+    return group
 
 
 def _make_equally_many_groups(rank: int, group: ProcessGroup) -> None:
@@ -336,11 +342,8 @@ def _make_equally_many_groups(rank: int, group: ProcessGroup) -> None:
 
     Ranks: all of `group`. Blocks: until each has called.
     """
-    import torch
     import torch.distributed as dist
 
     names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor([len(names)], dtype=torch.int64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    for _ in range(int(most.item()) - len(names)):
+    for _ in range(_all_reduce_max(len(names), group) - len(names)):
         dist.new_group([rank], backend="gloo", use_local_synchronization=True)

@@ -12,7 +12,6 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.mesh.shards_mesh import shards_mesh
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_rounded
@@ -53,7 +52,7 @@ def build_fsdp2(
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
     sharing = Sharing.of(context, spec, fsdp2_settings(cfg).ep_dispatcher)
-    mesh = shards_mesh(context)
+    mesh = context.shards_mesh()
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)
     weights = first_weights(cfg, folder, head, backend.local)
     if cfg.lora.rank:  # the base never changes, so it is rounded once
@@ -86,7 +85,7 @@ def build_frozen(
     memory = memory or RoleMemory(None, context.device)
     backend = ShardedModel(
         scorer,
-        shards_mesh(context),
+        context.shards_mesh(),
         context.device,
         dtype,
         cfg.gathers_whole,

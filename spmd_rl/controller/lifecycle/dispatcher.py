@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from signal import Signals
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.channel.codec import Packed
+from spmd_rl.controller.channel.codec import NOTHING, Packed
 from spmd_rl.controller.channel.messages import (
     Bye,
+    Command,
     Dying,
     Failure,
     Hello,
@@ -20,6 +21,7 @@ from spmd_rl.controller.channel.messages import (
     Signalled,
     Stacks,
     ToController,
+    encode,
 )
 from spmd_rl.controller.channel.router import Post, Router, Values
 from spmd_rl.controller.channel.secret import Keys
@@ -142,6 +144,18 @@ class Dispatcher:
                     record.what, began_ns, now_ns(), lane="calls", phase=phase, call=record.number
                 )
         return record.answers
+
+    def run(
+        self, what: str, ranks: tuple[int, ...], command: Command, value: Packed = NOTHING
+    ) -> dict[int, Packed]:
+        """Have ranks run a command; return their answers by rank, in this order.
+
+        Blocks and raises: as `collect`.
+        """
+        record = self.calls.open(what, ranks)
+        self.issue(record, encode(command), [(ranks, value)])
+        answers = self.collect(record)
+        return {rank: answers[rank] for rank in ranks}
 
     def wake(self) -> None:
         """Have the threads that wait for workers look whether they need to wait any longer."""

@@ -7,7 +7,7 @@ import pytest
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.load import load
 from spmd_rl.controller.channel.codec import pack
-from spmd_rl.controller.config_codec import ConfigCodec
+from spmd_rl.controller.constructor import ConfigCodec
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.config import OptimizerConfig, ParameterGroup, TrainerConfig, learning_rate
 
