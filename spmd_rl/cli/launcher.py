@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import describe_exit
-from spmd_rl.controller.lifecycle.orphans import Orphans
+from spmd_rl.controller.lifecycle.process_family import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.observe.start_phase import start_phase

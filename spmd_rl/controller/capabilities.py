@@ -18,6 +18,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.residency import Receipt
 
 if TYPE_CHECKING:
+    from spmd_rl.controller.turns.shard_turns import ShardTurns
     from spmd_rl.weights.ends import WeightSink, WeightSource
 
 
@@ -137,48 +138,25 @@ class Pumped(Protocol):
 
 
 @runtime_checkable
-class InStep(Protocol):
-    """A pumped role whose ranks along the axis ep take each step together, if it has this axis.
+class InTurns(Protocol):
+    """A pumped role whose ranks take turns together: those of a shard, and those along the axis ep.
 
-    Each rank has calls of its own. `has_work` says whether this one has a reason for a step.
+    Each rank along ep has calls of its own, and `has_work` says whether it has a reason for a step.
+    In a shard with several ranks, the first decides what all do. Both methods are called while a
+    call is unanswered on one of the ranks, and each rank waits in them for the others.
     """
 
     def pump_in_step(self, steps: bool) -> None:
         """Do what `pump` does, with a step if `steps` is set, and without one if not.
 
-        Ranks: all along ep, with the same `steps`. It is called while a call is unanswered on one.
-        Blocks: in a step, until the others take it.
+        Ranks: all along ep, with the same `steps`. Blocks: in a step, until the others take it.
         """
         ...
 
-
-class ShardStream(Protocol):
-    """What the first rank of a shard tells the others, in order."""
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def tell(self, news: bytes) -> None:
-        """Tell the other ranks something. Blocks: until they hear it."""
-        ...
-
-    def hear(self) -> bytes | None:
-        """Return what the first rank tells, or None where it does not pump now.
-
-        Blocks: until the first rank does either.
-        """
-        ...
-
-
-@runtime_checkable
-class InShard(Protocol):
-    """A pumped role in whose shards the first rank decides what all do."""
-
-    def pump_in_shard(self, stream: ShardStream) -> None:
+    def pump_in_shard(self, turns: ShardTurns[Any]) -> None:
         """Do what `pump` does, as the first rank of the shard tells.
 
-        Ranks: all of a shard with several. It is called while a call is unanswered.
-        Blocks: until the others are called.
+        Ranks: all of a shard with several. Blocks: until the others are called.
         """
         ...
 
@@ -191,8 +169,7 @@ CAPABILITIES: tuple[type, ...] = (
     MemoryPlanner,
     Saver,
     Pumped,
-    InStep,
-    InShard,
+    InTurns,
 )
 
 

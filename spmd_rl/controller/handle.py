@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from spmd_rl.config.likely import likely_name
-from spmd_rl.controller.capabilities import InStep, capabilities
+from spmd_rl.controller.capabilities import InTurns, capabilities
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.messages import Abort, Call, CallBeside, encode
 from spmd_rl.controller.channel.router import Post, Values
@@ -130,7 +130,7 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         of them alone.
         """
         handle, route = self._handle, self._endpoint.route
-        if route is None or InStep not in handle.capabilities:
+        if route is None or InTurns not in handle.capabilities:
             return []
         together = {one for rank in ranks for one in handle.placement.ranks_along(rank, STEP_AXES)}
         others = tuple(sorted(together.difference(ranks)))

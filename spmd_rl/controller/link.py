@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
@@ -13,7 +13,7 @@ from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, RankPush, WeightSync
 from spmd_rl.errors import ConfigError, WeightMismatchError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.weights.proof.verdict import Verification, WeightMismatch
+from spmd_rl.weights.proof.verdict import WeightMismatch
 
 
 @dataclass(frozen=True)
@@ -153,20 +153,17 @@ def _stats(ranks: list[RankPush], seconds: float) -> PushStats:
     copied = sum(rank.traffic.copied_bytes for rank in ranks)
     received = sum(rank.traffic.received_bytes for rank in ranks)
     routes = [name for name, size in (("copy", copied), ("buckets", received)) if size]
-    stats = PushStats(copied + received, seconds, "+".join(routes) or "alias")
-    found = [rank.verification for rank in ranks if rank.verification is not None]
-    return _verified(stats, found) if found else stats
-
-
-def _verified(stats: PushStats, found: list[Verification]) -> PushStats:
-    num_verified = sum(rank.num_equal for rank in found)
-    num_shared = sum(rank.num_shared for rank in found)
-    return replace(
-        stats,
-        num_tensors=num_verified + num_shared + sum(rank.num_unknown for rank in found),
+    checks = [rank.verification for rank in ranks if rank.verification is not None]
+    num_verified = sum(check.num_equal for check in checks)
+    num_shared = sum(check.num_shared for check in checks)
+    return PushStats(
+        copied + received,
+        seconds,
+        "+".join(routes) or "alias",
+        num_tensors=num_verified + num_shared + sum(check.num_unknown for check in checks),
         num_verified=num_verified,
         num_shared=num_shared,
-        verify_s=max(rank.seconds for rank in found),
+        verify_s=max((check.seconds for check in checks), default=None),
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.controller.capabilities import Contracted, InShard, InStep, Pumped
+from spmd_rl.controller.capabilities import Contracted, InTurns, Pumped
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
 from spmd_rl.controller.channel.event_loop import TICK_S
@@ -38,8 +38,7 @@ from spmd_rl.controller.running_calls import (
     bind,
 )
 from spmd_rl.controller.turns.join import shard_turns, step_turns
-from spmd_rl.controller.turns.lost_turn import LostTurnError
-from spmd_rl.controller.turns.shard_turns import ShardTurns
+from spmd_rl.controller.turns.shard_turns import LostTurnError, ShardTurns
 from spmd_rl.controller.turns.step_turns import StepTurns
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import Meshes
@@ -268,9 +267,9 @@ class Worker:
         context = self._roles[name].context
         if (shard := shard_turns(name, context, self._roles)) is not None:
             self._shard, self._running.holds_answers = shard, not shard.is_first
-            if isinstance(role, InShard):
+            if isinstance(role, InTurns):
                 self._pumps[name] = partial(role.pump_in_shard, shard)
-        if isinstance(role, InStep) and (steps := step_turns(name, context, self._roles)):
+        if isinstance(role, InTurns) and (steps := step_turns(name, context, self._roles)):
             self._steps, self._pumps[name] = steps, lambda: role.pump_in_step(steps.steps)
 
     def _build_meshes(self, command: BuildMeshes) -> bool:

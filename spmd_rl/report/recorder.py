@@ -13,7 +13,7 @@ from spmd_rl.algo.group_metrics import group_metrics, rewards_are_equal
 from spmd_rl.config.defaults import changed_defaults
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.run.steps import LoopStep
+from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.model.read import read_spec
@@ -40,7 +40,7 @@ RESULTS = (
 )
 
 
-class Recorder:
+class Recorder(RunObserver):
     """The controller's observer. Recipes log lists of groups and dicts of metrics, in any order."""
 
     def __init__(

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import (
     Contracted,
-    InShard,
-    InStep,
+    InTurns,
     MemoryPlanner,
     Pumped,
-    ShardStream,
     Sleeper,
     WeightReceiver,
 )
@@ -26,6 +24,7 @@ from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
 from spmd_rl.controller.routing import Route
 from spmd_rl.controller.shard_receipts import of_shard
+from spmd_rl.controller.turns.shard_turns import ShardTurns
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.config import HookConfig
@@ -69,7 +68,7 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
     return Route(prompt.uid, prompt.tokens, cost)
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InStep, InShard):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InTurns):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     With `split.infer.tp`, ranks share an engine; with `split.infer.ep`, experts of native ones.
@@ -233,9 +232,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, 
             self._flow.clear()
             raise
 
-    def pump_in_shard(self, stream: ShardStream) -> None:
+    def pump_in_shard(self, turns: ShardTurns[Any]) -> None:
         """Pump in the steps that the first rank of the shard takes."""
-        self.pump_in_step(share_news(self.engine, stream, self._flow.can_step))
+        self.pump_in_step(share_news(self.engine, turns, self._flow.can_step))
 
     def live_counts(self) -> dict[str, int]:
         """Return where the episodes of this rank are, if there are some. Any thread may call it."""

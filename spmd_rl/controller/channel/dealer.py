@@ -14,9 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
-from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop
+from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop, LoopListener
 from spmd_rl.controller.channel.frames import LAST, send
-from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
     Call,
     ChannelMessage,
@@ -27,7 +26,6 @@ from spmd_rl.controller.channel.messages import (
     encode,
 )
 from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
 NOBLOCK = int(zmq.DONTWAIT)
 EXIT_LINGER_MS = 200  # for the last messages of a process that ends
@@ -40,21 +38,11 @@ ReceivedCommand = tuple[Command | Stop, Packed, int]
 Answer = tuple[bytes, Packed, int]
 
 
-class WorkerListener(Protocol):
-    """Receives the events of a Dealer.
-
-    Its methods run on the thread that leads (leader_followers.py), one at a time. They must not
-    block, except to end the process.
-    """
+class WorkerListener(LoopListener, Protocol):
+    """Receives the events of a Dealer."""
 
     def on_message(self, message: ToWorker) -> None:
         """Act on a message that is not for the main thread."""
-
-    def on_tick(self, now: float) -> None:
-        """Do what is due a few times a second."""
-
-    def on_signal(self, number: Signals) -> None:
-        """Act on a signal that this process got."""
 
     def on_disconnected(self) -> None:
         """Act on the end of the connection to the controller."""
@@ -89,17 +77,15 @@ class Dealer:
             self._context.destroy(linger=0)
             raise
         self._receive = self._socket.recv
-        self._wakeup = WakeupFd()
         handlers: dict[object, Callable[[], object]] = {
             self._socket: self._queue_next,
             self._monitor: self._on_connection_event,
         }
-        self._loop = EventLoop(handlers, self._wakeup, listener, self._send)
-        self._leader = LeaderFollowers(self._loop.handle, self._wakeup, "dealer")
+        self._loop = EventLoop(handlers, listener, self._send, "dealer")
 
     def start(self) -> None:
         """Start to handle messages in the background; the listener has to be ready."""
-        self._leader.start()
+        self._loop.start()
 
     @property
     def refused(self) -> dict[str, int]:
@@ -108,12 +94,12 @@ class Dealer:
 
     def catch_signals(self, *numbers: Signals) -> None:
         """Pass these signals to the listener. Call it on the main thread only."""
-        self._wakeup.catch_signals(*numbers)
+        self._loop.wakeup.catch_signals(*numbers)
 
     def post(self, message: ChannelMessage, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
         self._outbox.append((encode(message), value, 0))
-        self._leader.run_or_wake(self._send)
+        self._loop.run_or_wake(self._send)
 
     def next(
         self,
@@ -130,23 +116,23 @@ class Dealer:
         costs half of a poll. Other sources are polled when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
-        leader, unsent = self._leader, deque(answers)
+        loop, unsent = self._loop, deque(answers)
         while True:
-            if not leader.lead(TICK_S):
+            if not loop.lead(TICK_S):
                 continue
             try:
                 while unsent:
                     header, value, call = unsent.popleft()
                     send(self._socket, self._writer.frame(header, value, call), LAST)
-                if leader.handle_due:
-                    leader.handle_due = False
-                    self._loop.handle(0.0)
+                if loop.handle_due:
+                    loop.handle_due = False
+                    loop.handle(0.0)
                 if not wait:
                     return self._all_here()
                 if self._inbox:
                     return [self._inbox.popleft()]
                 if watched or seconds < TICK_S:
-                    self._loop.handle(seconds, watched)
+                    loop.handle(seconds, watched)
                     return [self._inbox.popleft()] if self._inbox else []
                 try:
                     frame = self._receive()
@@ -155,7 +141,7 @@ class Dealer:
                 if command := self.handle_frame(frame):
                     return [command]
             finally:
-                leader.resign()
+                loop.resign()
 
     def _all_here(self) -> list[ReceivedCommand]:
         """Return the commands that have arrived. Only the leader calls it."""
@@ -174,12 +160,12 @@ class Dealer:
 
         Blocks: for the socket's linger at most.
         """
-        self._leader.close()
+        self._loop.close()
         self._send()
         self._socket.disable_monitor()
         self._monitor.close()
         self._context.destroy(linger=1000)
-        return self._wakeup.close()
+        return self._loop.wakeup.close()
 
     def close_for_exit(self) -> None:
         """Send what is queued and close, from a method of the listener; the process ends next.

@@ -10,37 +10,44 @@ from typing import Protocol
 
 import zmq
 
+from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
 TICK_S = 0.25  # between two calls of `on_tick`
 
 
 class LoopListener(Protocol):
-    """The owner's listener, as far as the loop calls it."""
+    """The owner's listener, as far as the loop calls it.
 
-    def on_tick(self, now: float) -> None: ...
+    Its methods run on the thread that leads, one at a time. They must not block, except to end the
+    process.
+    """
 
-    def on_signal(self, number: Signals) -> None: ...
+    def on_tick(self, now: float) -> None:
+        """Do what is due a few times a second."""
+
+    def on_signal(self, number: Signals) -> None:
+        """Act on a signal that this process got."""
 
 
-class EventLoop:
+class EventLoop(LeaderFollowers):
     """Polls `handlers`, which map a socket or a descriptor to its handler, and `wakeup`.
 
-    `send` sends whatever is queued. One thread at a time calls `handle`.
+    `send` sends whatever is queued. The thread that leads calls `handle`.
     """
 
     def __init__(
         self,
         handlers: Mapping[object, Callable[[], object]],
-        wakeup: WakeupFd,
         listener: LoopListener,
         send: Callable[[], None],
+        name: str,
     ) -> None:
-        self._wakeup = wakeup
+        super().__init__(self.handle, WakeupFd(), name)
         self._listener = listener
         self._send = send
         self._next_tick = 0.0
-        self._handlers = {**handlers, wakeup.fileno(): self._on_wakeup}
+        self._handlers = {**handlers, self.wakeup.fileno(): self._on_wakeup}
         self._poller = zmq.Poller()
         for source in self._handlers:
             self._poller.register(source, zmq.POLLIN)
@@ -72,5 +79,5 @@ class EventLoop:
         self._poller.unregister(source)
 
     def _on_wakeup(self) -> None:
-        for number in self._wakeup.drain():
+        for number in self.wakeup.drain():
             self._listener.on_signal(number)

@@ -38,7 +38,7 @@ class LeaderFollowers:
 
     def __init__(self, handle: Callable[[float], object], wakeup: WakeupFd, name: str) -> None:
         self._handle = handle
-        self._wakeup = wakeup
+        self.wakeup = wakeup
         self._lead = threading.Lock()  # held by the leader
         self._led_recently = False  # by any thread, since the background thread last looked
         self._lead_requested = False
@@ -80,7 +80,7 @@ class LeaderFollowers:
         if self._lead.acquire(False):
             return True
         self._lead_requested = True
-        self._wakeup.wake()
+        self.wakeup.wake()
         return self._lead.acquire(timeout=seconds)
 
     def resign(self) -> None:
@@ -98,14 +98,18 @@ class LeaderFollowers:
                 if follower.done():
                     follower.wakeup.set()
 
+    def wake_leader(self) -> None:
+        """Have the leader handle what is due, though nothing may have arrived."""
+        self.handle_due = True
+        self.wakeup.wake()
+
     def run_or_wake(self, flush: Callable[[], None]) -> None:
         """Run `flush` now if nobody leads, else wake the leader.
 
         `handle` runs it too, before and after it waits.
         """
         if not self._lead.acquire(False):
-            self.handle_due = True
-            self._wakeup.wake()
+            self.wake_leader()
             return
         try:
             flush()
@@ -115,7 +119,7 @@ class LeaderFollowers:
     def close(self) -> None:
         """End the background thread. Blocks: until it has handled what it is handling."""
         self._closing.set()
-        self._wakeup.wake()
+        self.wakeup.wake()
         self._background.join()
 
     def _lead_or_follow(self, done: Callable[[], object], seconds: float) -> bool:
@@ -133,7 +137,7 @@ class LeaderFollowers:
             if self._lead.acquire(False):
                 return True
             self._lead_requested = True
-            self._wakeup.wake()
+            self.wakeup.wake()
             follower.wakeup.wait(seconds)
             return not done() and self._lead.acquire(False)
         finally:

@@ -15,9 +15,8 @@ import zmq
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
-from spmd_rl.controller.channel.event_loop import EventLoop
+from spmd_rl.controller.channel.event_loop import EventLoop, LoopListener
 from spmd_rl.controller.channel.frames import LAST, LATER, send
-from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
     ChannelMessage,
     CommandResult,
@@ -27,7 +26,6 @@ from spmd_rl.controller.channel.messages import (
     encode,
 )
 from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 from spmd_rl.controller.channel.zap import Authenticator
 
 SHORT_WAIT_S = 0.005  # a wait up to this long receives from workers alone
@@ -36,12 +34,8 @@ Values = Sequence[tuple[tuple[int, ...], Packed]]  # values, each with the ranks
 Post = tuple[bytes, Values, int]  # a header, its values, and the number of its call
 
 
-class ControllerListener(Protocol):
-    """Receives the events of a Router.
-
-    Its methods run on the thread that leads (leader_followers.py), one at a time, and must not
-    block.
-    """
+class ControllerListener(LoopListener, Protocol):
+    """Receives the events of a Router."""
 
     def on_result(self, call: int, rank: int, value: Packed) -> bool:
         """Accept what a call returned on a rank; False counts the frame as refused."""
@@ -52,17 +46,11 @@ class ControllerListener(Protocol):
         `call` is the number of the call that it answers, if it is an answer.
         """
 
-    def on_tick(self, now: float) -> None:
-        """Do what is due a few times a second."""
-
     def on_unreachable(self, rank: int) -> None:
         """Act on the end of the connection to a rank, noticed when sending to it."""
 
     def on_parent_lost(self) -> None:
         """Act on the end of rank 0, which started the controller."""
-
-    def on_signal(self, number: Signals) -> None:
-        """Act on a signal that the controller got."""
 
 
 class Router:
@@ -99,18 +87,16 @@ class Router:
         self._on_result = listener.on_result
         self._lifeline = lifeline
         self._outbox: deque[Post] = deque()
-        self._wakeup = WakeupFd()
         handlers = {
             self._router: self._handle_ready,
             authenticator.socket: authenticator.answer,
             self._lifeline.fileno(): self._on_lifeline_closed,
         }
-        self._loop = EventLoop(handlers, self._wakeup, listener, self._send)
-        self._leader = LeaderFollowers(self._loop.handle, self._wakeup, "router")
+        self._loop = EventLoop(handlers, listener, self._send, "router")
 
     def start(self) -> None:
         """Start to handle messages; the listener has to be ready."""
-        self._leader.start()
+        self._loop.start()
 
     @property
     def refused(self) -> Counter[str]:
@@ -124,7 +110,7 @@ class Router:
 
     def catch_signals(self, *numbers: Signals) -> None:
         """Pass these signals to the listener. Call it on the main thread only."""
-        self._wakeup.catch_signals(*numbers)
+        self._loop.wakeup.catch_signals(*numbers)
 
     def post(
         self, ranks: Sequence[int], message: ChannelMessage, value: Packed = NOTHING, call: int = 0
@@ -140,7 +126,7 @@ class Router:
         Two calls of this method reach all ranks that they share in the same order.
         """
         self._outbox.extend([(header, values, call), *also])
-        self._leader.run_or_wake(self._send)
+        self._loop.run_or_wake(self._send)
 
     def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when that was not within `seconds`.
@@ -149,28 +135,27 @@ class Router:
         while they answer, until the other sources are due.
         Blocks: for `seconds` at most; a short wait, while workers answer, for a tick.
         """
-        if seconds > SHORT_WAIT_S or not self._leader.lead(0.0):
-            return self._leader.handle_until(done, seconds)
+        if seconds > SHORT_WAIT_S or not self._loop.lead(0.0):
+            return self._loop.handle_until(done, seconds)
         try:
             self._receive_until(done, time.monotonic() + seconds)
         finally:
-            self._leader.resign()
+            self._loop.resign()
         return bool(done())
 
     def wake(self) -> None:
         """Have the threads that wait look whether they need to wait any longer."""
-        self._leader.handle_due = True
-        self._wakeup.wake()
+        self._loop.wake_leader()
 
     def close(self) -> None:
         """Send what is queued and close.
 
         Blocks: for the sockets' linger at most.
         """
-        self._leader.close()
+        self._loop.close()
         self._send()
         self._context.destroy(linger=1000)
-        self._wakeup.close()
+        self._loop.wakeup.close()
 
     def handle_message(self, receive: Callable[[], bytes]) -> None:
         """Handle the next message, whose frames `receive` returns. Only the leader calls it.
@@ -201,11 +186,11 @@ class Router:
 
     def _receive_until(self, done: Callable[[], object], end: float) -> None:
         """Receive from workers while they answer; look after all other sources when that is due."""
-        leader, handle_message, receive = self._leader, self.handle_message, self._receive
+        loop, handle_message, receive = self._loop, self.handle_message, self._receive
         while not done():
-            if leader.handle_due:
-                leader.handle_due = False
-                self._loop.handle(0.0)
+            if loop.handle_due:
+                loop.handle_due = False
+                loop.handle(0.0)
                 if time.monotonic() >= end:
                     return
                 continue
@@ -213,7 +198,7 @@ class Router:
                 handle_message(receive)
             except zmq.Again:  # no worker answered within SHORT_WAIT_S
                 return
-            leader.wake_followers()
+            loop.wake_followers()
 
     def _send(self) -> None:
         while self._outbox:

@@ -41,7 +41,6 @@ class CallRecord:
         self.waiting = set(ranks)  # the ranks that have not answered
         self.done = not ranks  # nobody has to wait any longer
         self._listeners: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # of `done` and the listeners
 
     @property
     def age_s(self) -> float:
@@ -54,22 +53,25 @@ class CallRecord:
 
     def finish(self) -> None:
         """Note that nobody has to wait any longer, and tell the listeners."""
-        with self._lock:
-            listeners, self._listeners = self._listeners, []
-            self.done = True  # last of all, since another thread may be waiting for it
-        for listener in listeners:
-            listener()
+        self.done = True  # last of all, since another thread may be waiting for it
+        self._tell_listeners()
 
     def call_when_done(self, listener: Callable[[], object]) -> None:
         """Call `listener` once, when the record is done; at once if it is.
 
         It runs on the thread that leads, and must not block.
         """
-        with self._lock:
-            if not self.done:
-                self._listeners.append(listener)
+        self._listeners.append(listener)
+        if self.done:
+            self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        while self._listeners:
+            try:
+                listener = self._listeners.pop()
+            except IndexError:  # another thread has told the last one
                 return
-        listener()
+            listener()
 
 
 class OpenCalls:

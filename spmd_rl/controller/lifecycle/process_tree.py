@@ -13,10 +13,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spmd_rl.controller.channel.messages import Hello
+if TYPE_CHECKING:
+    from spmd_rl.controller.channel.messages import Hello
 
 EXIT_S = 1.0  # for processes that sent their last message to end
 NOTICE_S = 0.5  # for a launcher to notice that they have: torchrun polls ten times a second
@@ -87,13 +89,27 @@ def wait_for_exits(workers: Iterable[Hello]) -> None:
     threading.Event().wait(NOTICE_S)
 
 
+def processes() -> Iterator[tuple[int, str, int]]:
+    """Yield pid, state and parent of each process of this host."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (stat := _stat(folder.name)) is not None:
+            yield int(folder.name), *stat
+
+
 def parent_of(pid: int) -> int | None:
     """Return the parent of a process of this host; None when there is no such process."""
+    stat = _stat(str(pid))
+    return None if stat is None else stat[1]
+
+
+def _stat(pid: str) -> tuple[str, int] | None:
+    """Return state and parent of a process; None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[1])
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return state, int(parent)
 
 
 def is_ending(pid: int) -> bool:

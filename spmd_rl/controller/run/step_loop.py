@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Saver
@@ -20,12 +21,13 @@ from spmd_rl.controller.run.checkpoints import (
     ClosablePart,
 )
 from spmd_rl.controller.run.evaluations import Evaluations
-from spmd_rl.controller.run.sleep_metrics import sleep_metrics, span_arguments
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.groups import Group
+
+GIB = 1 << 30
 
 
 class StepLoop:
@@ -41,7 +43,7 @@ class StepLoop:
         """`wake` has the roles among the parts of a checkpoint awake, to be saved or loaded."""
         self._run = run
         self._dispatcher = dispatcher
-        self._observer = observer
+        self._observer = observer or RunObserver()
         self.evaluations = Evaluations(run)
         self._checkpoints = Checkpoints(
             run.path / "checkpoints",
@@ -83,14 +85,12 @@ class StepLoop:
         """Yield steps before step 1, which have negative indices; none if `start` is above 0."""
         if start:
             return
-        if self._observer is not None:
-            self._observer.on_warmup(num_steps)
-            self._dispatcher.calls.on_long_wait = self._observer.catch_up
+        self._observer.on_warmup(num_steps)
+        self._dispatcher.calls.on_long_wait = self._observer.catch_up
         for index in range(-num_steps, 0):
             step = LoopStep(index, self._observer)
             yield step
-            if self._observer is not None:
-                self._observer.on_step(step)
+            self._observer.on_step(step)
 
     def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
         """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due.
@@ -101,9 +101,8 @@ class StepLoop:
         grace_s = self._run.grace_s
         if self._resumed_from and start < num_steps:
             print(f"resuming at step {start + 1} from {self._resumed_from}", flush=True)
-        if self._observer is not None:
-            self._observer.on_steps(start, num_steps)
-            calls.on_long_wait = self._observer.catch_up
+        self._observer.on_steps(start, num_steps)
+        calls.on_long_wait = self._observer.catch_up
         self.evaluations.load(num_steps)
         self.num_done = start
         termination.grace_s = grace_s if self._parts else 0.0
@@ -153,15 +152,13 @@ class StepLoop:
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
     ) -> None:
         """Hand what an evaluation found to the observer, and see whether the run goes on."""
-        if self._observer is not None:
-            self._observer.on_evaluation(num_steps, metrics, groups)
+        self._observer.on_evaluation(num_steps, metrics, groups)
         self.evaluations.add(num_steps, metrics)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of what runs inside to phase `name` of the current step."""
-        if self._observer is not None:
-            self._observer.on_phase(name, None)
+        self._observer.on_phase(name, None)
         began = time.monotonic()
         try:
             yield
@@ -170,8 +167,7 @@ class StepLoop:
             self._dispatcher.trace.add(name, round(began * 1e9), now_ns())
             if self._step is not None:
                 self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
-            if self._observer is not None:
-                self._observer.on_phase(name, seconds)
+            self._observer.on_phase(name, seconds)
 
     def _ends_before(self, index: int) -> bool:
         """Whether the run ends early, before the step `index`."""
@@ -182,7 +178,7 @@ class StepLoop:
 
     def _announce_end(self, sentence: str) -> None:
         """Tell the observer that the run ends early. It is told once."""
-        if self._observer is not None and not self._is_ending:
+        if not self._is_ending:
             self._observer.on_early_end(sentence)
         self._is_ending = True
 
@@ -203,7 +199,7 @@ class StepLoop:
             state = CheckpointState(step.index + 1, self._run.seed, step.reward)
             is_due = (last and self._run.save_last) or self._is_save_due(state.next_step)
         self._step = None
-        if self._observer is not None and (is_due or termination.error is not None):
+        if is_due or termination.error is not None:
             self._observer.catch_up()
         if termination.error is not None:
             self._save_and_end(state)
@@ -215,8 +211,7 @@ class StepLoop:
     def _record(self, step: LoopStep) -> None:
         trace, ended = self._dispatcher.trace, step.began + step.elapsed_s
         trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
-        if self._observer is not None:
-            self._observer.on_step(step)
+        self._observer.on_step(step)
         trace.flush()
 
     def _is_save_due(self, next_step: int) -> bool:
@@ -263,3 +258,23 @@ class StepLoop:
 
 def _axes_text(axes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"
+
+
+def sleep_metrics(what: str, receipts: Sequence[Receipt]) -> dict[str, float]:
+    """Return the metrics of one sleep or wake, of the rank that has most of each.
+
+    The values of a step add up.
+    """
+    moved = max(abs(sum(one.before.values()) - sum(one.after.values())) for one in receipts)
+    copied = max(one.copied_bytes for one in receipts)
+    metrics = {"memory/copied_gib": copied / GIB}
+    if what == "sleep":
+        metrics["memory/slept_gib"] = moved / GIB
+    return metrics
+
+
+def span_arguments(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """Return what a span of the trace says of one sleep or wake: the receipt of the rank that
+    waited longest.
+    """
+    return asdict(max(receipts, key=lambda one: one.map_s + one.exposed_s))

@@ -1,4 +1,4 @@
-"""LoopStep: one step of a recipe's loop; RunObserver: the protocol of whoever records the steps."""
+"""LoopStep: one step of a recipe's loop; RunObserver: the base of whoever records the steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.types.groups import Group
 
 
-class RunObserver(Protocol):
-    """The recorder of a run: the controller tells it what happened, and asks it for nothing."""
+class RunObserver:
+    """The recorder of a run: the controller tells it what happened, and asks it for nothing.
+
+    This one records nothing.
+    """
 
     def on_steps(self, start: int, num_steps: int) -> None:
         """Note that the loop begins at step `start` and will end after step `num_steps - 1`."""
@@ -63,7 +66,7 @@ class LoopStep:
     """
 
     index: int
-    observer: RunObserver | None = None
+    observer: RunObserver = field(default_factory=RunObserver)
     began: float = field(default_factory=time.monotonic)
     elapsed_s: float = 0.0
     waited_s: float = 0.0
@@ -107,5 +110,4 @@ class LoopStep:
         lists = [item for item in what if isinstance(item, list)]
         groups = [item for items in lists for item in items if isinstance(item, Group)]
         self.rewards += Group.to_columns(groups).samples.reward.tolist()
-        if self.observer is not None:
-            self.observer.on_log(self, what)
+        self.observer.on_log(self, what)

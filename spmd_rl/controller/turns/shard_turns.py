@@ -15,9 +15,24 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from spmd_rl.controller.turns.lost_turn import asked
-
 C = TypeVar("C")
+Given = TypeVar("Given")
+Told = TypeVar("Told")
+
+
+class LostTurnError(Exception):
+    """A rank could not be asked, most likely because it is gone; its cause says more."""
+
+
+def asked(exchange: Callable[[Given], Told], given: Given) -> Told:
+    """Return what the ranks of a turn tell each other by `exchange`, a collective.
+
+    Raises: LostTurnError.
+    """
+    try:
+        return exchange(given)
+    except RuntimeError as error:  # as collectives raise it
+        raise LostTurnError(str(error)) from error
 
 
 class ShardTurn(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from spmd_rl.controller.turns.lost_turn import LostTurnError, asked
+from spmd_rl.controller.turns.shard_turns import LostTurnError, asked
 
 C = TypeVar("C")
 

@@ -12,8 +12,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import (
     CAPABILITIES,
     Contracted,
-    InShard,
-    InStep,
+    InTurns,
     MemoryPlanner,
     Pumped,
     Saver,
@@ -52,7 +51,7 @@ class Napper(Role):
 
 def test_trainer_and_rollout_have_the_capabilities_that_they_declare() -> None:
     assert capabilities(Trainer) == {WeightProvider, Saver, Sleeper, Contracted, MemoryPlanner}
-    engine = {WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InStep, InShard}
+    engine = {WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InTurns}
     assert capabilities(Rollout) == engine
     for role in (Trainer, Rollout):
         assert capabilities(role) == set(CAPABILITIES) & set(role.__mro__)

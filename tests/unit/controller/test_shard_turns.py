@@ -14,8 +14,7 @@ import pytest
 from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.running_calls import DeferredCall
-from spmd_rl.controller.turns.lost_turn import LostTurnError
-from spmd_rl.controller.turns.shard_turns import ShardTurn, ShardTurns
+from spmd_rl.controller.turns.shard_turns import LostTurnError, ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.controller.capabilities import InStep, Pumped
+from spmd_rl.controller.capabilities import InTurns, Pumped
 from spmd_rl.controller.channel.codec import NOTHING, pack
 from spmd_rl.controller.channel.messages import Abort, Call, CallBeside, Stop
 from spmd_rl.controller.deferred import Deferred
@@ -77,7 +77,7 @@ class Meeting:
         self._changed.notify_all()
 
 
-class Engine(Role, Pumped, InStep):
+class Engine(Role, Pumped, InTurns):
     """Requests that take some steps each. A step is a meeting, and so is a push."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
@@ -128,6 +128,9 @@ class Engine(Role, Pumped, InStep):
             self.left[answer] -= 1
             if not self.left[answer]:
                 self._end(answer)
+
+    def pump_in_shard(self, turns: Any) -> None:
+        raise AssertionError("no rank shares a shard")
 
     def _begin(self, steps: int) -> Deferred[list[int]]:
         answer = Deferred[list[int]](lambda: self._end(answer))

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.controller.lifecycle.orphans import Orphans
-from spmd_rl.controller.lifecycle.process_family import is_of_hooks
+from spmd_rl.controller.lifecycle.process_family import Orphans, is_of_hooks
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import Failed, Graded
@@ -122,7 +121,7 @@ def test_a_launcher_ends_what_hooks_of_a_killed_rank_have_started(
     marked, other = pids
     while not is_of_hooks(marked):
         pass
-    monkeypatch.setattr("spmd_rl.controller.lifecycle.orphans.EXIT_S", 0.0)
+    monkeypatch.setattr("spmd_rl.controller.lifecycle.process_family.ORPHAN_EXIT_S", 0.0)
     orphans.end()
     assert f"pid {marked} (sleep)" in capsys.readouterr().err
     assert os.waitpid(marked, 0)[1] == signal.SIGKILL

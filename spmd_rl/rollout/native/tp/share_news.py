@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from spmd_rl.controller.capabilities import ShardStream
+from typing import Any
+
+from spmd_rl.controller.turns.shard_turns import ShardTurns
 from spmd_rl.rollout.engine import Engine
 from spmd_rl.rollout.native.tp.follower import TpFollower
 from spmd_rl.rollout.native.tp.leader import TpLeader
 
 
-def share_news(engine: Engine, stream: ShardStream, steps: bool) -> bool:
+def share_news(engine: Engine, turns: ShardTurns[Any], steps: bool) -> bool:
     """Return whether this rank's engine is to step now; `steps` says so of one that is alone.
 
     Ranks: all that share the engine. Blocks: until the others are told, or tell.
     """
     if isinstance(engine, TpLeader):
-        stream.tell(engine.news(steps))
+        turns.tell(engine.news(steps))
     elif isinstance(engine, TpFollower):
-        if (news := stream.hear()) is not None:
+        if (news := turns.hear()) is not None:
             engine.follow(news)
         return True  # what was submitted here ends
     return steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.controller.run.sleep_metrics import sleep_metrics, span_arguments
+from spmd_rl.controller.run.step_loop import sleep_metrics, span_arguments
 from spmd_rl.offload.residency import Receipt
 
 GIB = 1 << 30
