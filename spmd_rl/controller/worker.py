@@ -12,8 +12,8 @@ from typing import Any
 from spmd_rl.controller.capabilities import Contracted, InTurns, Pumped
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
-from spmd_rl.controller.channel.event_loop import TICK_S
 from spmd_rl.controller.channel.import_names import resolve
+from spmd_rl.controller.channel.leader_followers import TICK_S
 from spmd_rl.controller.channel.messages import (
     Abort,
     BuildMeshes,
@@ -192,20 +192,20 @@ class Worker:
         if endpoint is None:
             endpoint = self._endpoints[key] = bind(call.name, self._roles[call.name], call.endpoint)
         began_ns = now_ns() if self._trace.on else 0
-        is_deferred = False
+        result = None
         try:
             try:
-                arguments = endpoint.arguments.unpack(value, self._shared)
+                arguments = endpoint.signature.arguments.unpack(value, self._shared)
             except ContractError as error:
-                call_text = f"{endpoint.name}({', '.join(endpoint.parameters)})"
+                call_text = f"{endpoint.name}({', '.join(endpoint.signature.names)})"
                 raise ContractError(f"{call_text}: {error}") from error
             result = endpoint.method(*arguments)
-            if is_deferred := type(result) is Deferred:
+            if type(result) is Deferred:
                 self._defer(call, endpoint, number, result, began_ns)
                 return None
             return endpoint.pack(result, self._shared)
         finally:
-            if not is_deferred:
+            if type(result) is not Deferred:
                 self._trace_call(call, endpoint, number, began_ns)
 
     def _defer(

@@ -16,7 +16,7 @@ import functools
 import threading
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -94,15 +94,15 @@ class Codec:
     """
 
     def __init__(self, annotation: Any, *, functions: bool = True, repeats: bool = True) -> None:
-        columns = _columns(annotation)
+        row_type, column_type = _column_types(annotation)
         self.pack: Callable[..., Packed] = (
-            functools.partial(_pack_columns, columns.row_type) if columns else pack
+            functools.partial(_pack_columns, row_type) if row_type else pack
         )
-        self._finish = columns.column_type.rows if columns else None
+        self._finish = column_type.rows if row_type else None
         self._builders: dict[bytes, Build | None] = {}
         self._repeats = repeats
         self._decode = msgspec.msgpack.Decoder(
-            columns.column_type if columns else annotation,
+            column_type if row_type else annotation,
             dec_hook=functools.partial(_decode_custom, functions),
             ext_hook=_decode_array,
         ).decode
@@ -237,26 +237,18 @@ def _named_array_reference(array: NDArray[Any], place: SharedPlace) -> msgspec.m
     return msgspec.msgpack.Ext(_NAMED_ARRAY_CODE, _encode_array_ref(reference))
 
 
-class _ColumnTypes(NamedTuple):
-    """A list of `row_type` travels as one `column_type`.
+def _column_types(annotation: Any) -> tuple[Any, Any]:
+    """Return how a list travels by columns: the class of its rows, and that of all together.
 
-    `row_type.to_columns(list)` makes it, and `column_type.rows()` makes the list again.
+    `row_type.to_columns(list)` makes these, and `column_type.rows()` makes the list again. Returns
+    None twice for what is no list of a class that can.
     """
-
-    row_type: Any
-    column_type: Any
-
-
-def _columns(annotation: Any) -> _ColumnTypes | None:
-    """Return how an annotation travels by columns, if it is a list of a class that can."""
     if typing.get_origin(annotation) is Annotated:
         annotation = annotation.__origin__
-    if typing.get_origin(annotation) is not list:
-        return None
-    row_type: Any = typing.get_args(annotation)[0]
-    if not hasattr(row_type, "to_columns"):
-        return None
-    return _ColumnTypes(row_type, typing.get_type_hints(row_type.to_columns)["return"])
+    row_type: Any = next(iter(typing.get_args(annotation)), None)
+    if typing.get_origin(annotation) is not list or not hasattr(row_type, "to_columns"):
+        return None, None
+    return row_type, typing.get_type_hints(row_type.to_columns)["return"]
 
 
 def _no_files(name: str) -> Any:
@@ -294,43 +286,36 @@ def _scalar_or_function(item: Any) -> Any:
 
 def _decode_custom(functions: bool, annotation: Any, value: Any) -> Any:
     """Decode what msgspec does not know: arrays, and functions where the sender may name one."""
-    kind = _kind(annotation)
-    if kind.scalars is not None:
+    scalars = _array_scalars(annotation)
+    if scalars is not None:
         if not isinstance(value, np.ndarray):
             raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
-        if kind.scalars and not issubclass(value.dtype.type, kind.scalars):
+        if scalars and not issubclass(value.dtype.type, scalars):
             raise msgspec.ValidationError(
-                f"Expected an array of {kind.scalars[0].__name__}, got {value.dtype}"
+                f"Expected an array of {scalars[0].__name__}, got {value.dtype}"
             )
         return value
-    if kind.is_function and not functions:
+    is_function = _is_function(annotation)
+    if is_function and not functions:
         raise msgspec.ValidationError("a worker cannot return a function")
-    if callable(value) or not kind.is_function:
+    if callable(value) or not is_function:
         raise msgspec.ValidationError(
             f"values annotated {annotation} cannot cross between processes"
         )
     return resolve_reference(msgspec.convert(value, FunctionRef))
 
 
-class _AnnotationKind(NamedTuple):
-    """An annotation that msgspec does not know: an array or a function.
-
-    `scalars` are the scalar types that the array may have, empty for any; None for no array.
-    """
-
-    scalars: tuple[type[np.generic], ...] | None
-    is_function: bool
+@functools.cache
+def _array_scalars(annotation: Any) -> tuple[type[np.generic], ...] | None:
+    """Return the scalar types that an array may have, empty for any; None for no array."""
+    if (typing.get_origin(annotation) or annotation) is not np.ndarray:
+        return None
+    dtypes = typing.get_args(annotation)[1:]
+    scalars = [scalar for dtype in dtypes for scalar in typing.get_args(dtype)]
+    return tuple(one for one in scalars if isinstance(one, type) and issubclass(one, np.generic))
 
 
 @functools.cache
-def _kind(annotation: Any) -> _AnnotationKind:
+def _is_function(annotation: Any) -> bool:
     origin = typing.get_origin(annotation) or annotation
-    if origin is np.ndarray:
-        scalars: list[type[np.generic]] = []
-        for dtype in typing.get_args(annotation)[1:]:
-            for scalar in typing.get_args(dtype):
-                if isinstance(scalar, type) and issubclass(scalar, np.generic):
-                    scalars.append(scalar)
-        return _AnnotationKind(tuple(scalars), False)
-    is_function = isinstance(origin, type) and issubclass(origin, Callable)  # type: ignore[arg-type]
-    return _AnnotationKind(None, is_function)
+    return isinstance(origin, type) and issubclass(origin, Callable)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
-from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop, LoopListener
 from spmd_rl.controller.channel.frames import LAST, send
+from spmd_rl.controller.channel.leader_followers import TICK_S, EventLoop, LoopListener
 from spmd_rl.controller.channel.messages import (
     Call,
     ChannelMessage,

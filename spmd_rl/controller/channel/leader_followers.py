@@ -4,21 +4,103 @@ The leader waits for messages and handles them. A thread that waits for an answe
 if nobody is, so that the answer wakes this thread and no other. Other threads that wait are its
 followers: it wakes one whose answer it has handled, and all of them when it stops leading. A
 background thread leads while nobody waits: it takes the lead after `IDLE_S` without a leader, and
-yields to whoever asks for it.
+yields to whoever asks for it. To lead is to poll all sources of an `EventLoop`.
 Source: Schmidt et al., Pattern-Oriented Software Architecture 2, "Leader/Followers".
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from spmd_rl.controller.channel.wakeup_fd import WakeupFd
+import zmq
 
-TICK_S = 0.25  # the longest that a leader waits for one message
+TICK_S = 0.25  # between two calls of `on_tick`, and the longest that a leader waits for one message
 IDLE_S = 0.25  # without a leader, after which the background thread leads
+
+
+class WakeupFd:
+    """A descriptor to poll: it becomes readable after `wake`, and after each caught signal."""
+
+    def __init__(self) -> None:
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+        self._caught: tuple[signal.Signals, ...] = ()
+        self._mask: set[int | signal.Signals] = set()
+
+    def fileno(self) -> int:
+        return self._far.fileno()
+
+    def wake(self) -> None:
+        # a socket full of earlier wakes serves as well
+        with contextlib.suppress(BlockingIOError):
+            self._near.send(b"\0")
+
+    def catch_signals(self, *numbers: signal.Signals) -> None:
+        """Have these signals arrive here, even while the main thread is inside C code.
+
+        Call it on the main thread only.
+        """
+        self._caught = numbers
+        signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        os.register_at_fork(
+            before=self._block_signals,
+            after_in_parent=self._unblock_signals,
+            after_in_child=self._reset_in_child,
+        )
+
+    def close(self) -> list[signal.Signals]:
+        """Restore the default handlers and close; return the signals that nobody has drained.
+
+        Call it on the thread that called `catch_signals`.
+        """
+        caught = self._caught
+        self._restore_defaults()
+        undrained = self._drain(caught)
+        self._near.close()
+        self._far.close()
+        return undrained
+
+    def _restore_defaults(self) -> None:
+        if self._caught:
+            signal.set_wakeup_fd(-1)
+        for number in self._caught:
+            signal.signal(number, signal.SIG_DFL)
+        self._caught = ()
+
+    def _block_signals(self) -> None:
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
+
+    def _unblock_signals(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _reset_in_child(self) -> None:
+        """Let signals end a process forked from this one.
+
+        It shares the socket, where its own signals would otherwise pass for this process's.
+        """
+        self._restore_defaults()
+        self._unblock_signals()
+
+    def drain(self) -> list[signal.Signals]:
+        """Remove all wakes, and return the signals among them, in order."""
+        return self._drain(self._caught)
+
+    def _drain(self, caught: tuple[signal.Signals, ...]) -> list[signal.Signals]:
+        try:
+            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte in caught]
+        except BlockingIOError:
+            return []
 
 
 class _Follower(NamedTuple):
@@ -161,3 +243,70 @@ class LeaderFollowers:
                 self.wake_followers()
         finally:
             self.resign()
+
+
+class LoopListener(Protocol):
+    """The owner's listener, as far as the loop calls it.
+
+    Its methods run on the thread that leads, one at a time. They must not block, except to end the
+    process.
+    """
+
+    def on_tick(self, now: float) -> None:
+        """Do what is due a few times a second."""
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Act on a signal that this process got."""
+
+
+class EventLoop(LeaderFollowers):
+    """Polls `handlers`, which map a socket or a descriptor to its handler, and `wakeup`.
+
+    `send` sends whatever is queued. The thread that leads calls `handle`.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[object, Callable[[], object]],
+        listener: LoopListener,
+        send: Callable[[], None],
+        name: str,
+    ) -> None:
+        super().__init__(self.handle, WakeupFd(), name)
+        self._listener = listener
+        self._send = send
+        self._next_tick = 0.0
+        self._handlers = {**handlers, self.wakeup.fileno(): self._on_wakeup}
+        self._poller = zmq.Poller()
+        for source in self._handlers:
+            self._poller.register(source, zmq.POLLIN)
+
+    def handle(self, seconds: float, watched: Sequence[int] = ()) -> None:
+        """Send what is queued, then handle what arrives; tick if that is due.
+
+        A `watched` descriptor that is readable ends the wait. Nobody reads it here.
+        Blocks: until something arrives, `seconds` at most.
+        """
+        self._send()
+        for source in watched:
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            ready = self._poller.poll(math.ceil(seconds * 1000))
+        finally:
+            for source in watched:
+                self._poller.unregister(source)
+        for source, _ in ready:
+            if source in self._handlers:
+                self._handlers[source]()
+        if (now := time.monotonic()) >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._listener.on_tick(now)
+        self._send()
+
+    def remove(self, source: object) -> None:
+        """Stop polling a source."""
+        self._poller.unregister(source)
+
+    def _on_wakeup(self) -> None:
+        for number in self.wakeup.drain():
+            self._listener.on_signal(number)

@@ -15,8 +15,8 @@ import zmq
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
-from spmd_rl.controller.channel.event_loop import EventLoop, LoopListener
 from spmd_rl.controller.channel.frames import LAST, LATER, send
+from spmd_rl.controller.channel.leader_followers import EventLoop, LoopListener
 from spmd_rl.controller.channel.messages import (
     ChannelMessage,
     CommandResult,

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_rl.controller.channel import leader_followers
-from spmd_rl.controller.channel.leader_followers import LeaderFollowers
-from spmd_rl.controller.channel.wakeup_fd import WakeupFd
+from spmd_rl.controller.channel.leader_followers import LeaderFollowers, WakeupFd
 
 WAIT_S = 100.0
 
