@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -140,27 +140,13 @@ class Placement:
                 )
 
 
-class Placements(Mapping[str, Placement]):
+class Placements(dict[str, Placement]):
     """Placements by role name, in the order of the split; `placements.train` works too."""
 
-    def __init__(self, placements: list[Placement]) -> None:
-        self._by_name = {placement.name: placement for placement in placements}
-
-    def __getitem__(self, name: str) -> Placement:
-        return self._by_name[name]
-
     def __getattr__(self, name: str) -> Placement:
-        if name.startswith("_") or name not in self._by_name:
-            raise AttributeError(
-                f"the split names no role '{name}' (it names {', '.join(self._by_name)})"
-            )
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
+        if name not in self:
+            raise AttributeError(f"the split names no role '{name}' (it names {', '.join(self)})")
+        return self[name]
 
 
 def plan_split(split: Any, world_size: int) -> Placements:
@@ -176,12 +162,12 @@ def plan_split(split: Any, world_size: int) -> Placements:
     ranks_of = _ranks_by_role(roles, world_size)
     num_needed = max((ranks.stop for ranks in ranks_of.values()), default=0)
     _require_world(roles, num_needed, world_size)
-    placements = [
-        Placement(name, tuple(ranks), _axes(name, roles[name], len(ranks)))
-        for name, ranks in ranks_of.items()
-    ]
-    _require_separate(placements, getattr(split, "SEPARATE", ()))
-    return Placements(placements)
+    placements = Placements()
+    for name, ranks in ranks_of.items():
+        axes = _axes(name, roles[name], len(ranks))
+        placements[name] = Placement(name, tuple(ranks), axes)
+    _require_separate(placements.values(), getattr(split, "SEPARATE", ()))
+    return placements
 
 
 def disjoint(a: Placement, b: Placement) -> bool:
@@ -237,7 +223,7 @@ def _require_world(roles: Mapping[str, RoleSplit], num_needed: int, world_size: 
         )
 
 
-def _require_separate(placements: list[Placement], names: tuple[str, ...]) -> None:
+def _require_separate(placements: Iterable[Placement], names: tuple[str, ...]) -> None:
     for one in placements:
         for other in placements:
             if one.name in names and one is not other and not disjoint(one, other):

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmd_rl.cli.help import HELP_FLAGS
+from spmd_rl.cli.help import HELP_FLAGS, all_lines
 from spmd_rl.cli.launcher import end_signals
 from spmd_rl.cli.rank import raise_open_file_limit
-from spmd_rl.cli.settings_text import all_lines
 from spmd_rl.config.load import load
 from spmd_rl.controller.run.recipe import overrides_of
 from spmd_rl.errors import ConfigError

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
+from spmd_rl.controller.run.recipe import (
+    CommandParser,
+    Invocation,
+    load_recipe,
+    require_counts,
+    run_config,
+)
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.metrics_log import read_metrics
@@ -34,10 +40,7 @@ def main(words: list[str]) -> int:
 
     Raises: ConfigError when the recipe or Slurm refuses an argument.
     """
-    try:
-        args, run_words = _parser().parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"spmd-rl submit: {error}") from error
+    args, run_words = _parser().parse_known_args(words)
     if args.help or not run_words:
         _parser().print_help()
         return 0 if args.help else 2
@@ -64,7 +67,7 @@ def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
     """
     invocation = Invocation.parse(run_words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    _check_counts(args)
+    require_counts(args, MINIMUM)
     needs = RunNeeds.of(cfg)
     nproc = args.nproc_per_node or invocation.nproc or args.gpus_per_node or needs.nproc or 0
     if nproc and needs.split is not None:
@@ -102,13 +105,6 @@ def _note(cfg: object, run: RunConfig) -> str:
     return f"{found}: the job goes on from its newest checkpoint"
 
 
-def _check_counts(args: argparse.Namespace) -> None:
-    for name, minimum in MINIMUM.items():
-        count = getattr(args, name)
-        if count is not None and count < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')}={count}: expected {minimum} or more")
-
-
 def _options(args: argparse.Namespace) -> dict[str, str | None]:
     """Return the options for sbatch."""
     values = {flag: getattr(args, flag.replace("-", "_")) for flag in FLAGS}
@@ -121,13 +117,12 @@ def _options(args: argparse.Namespace) -> dict[str, str | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="spmd-rl submit",
         usage="spmd-rl submit RECIPE [--config F.toml] [--a.b=c ...] [options]",
         description="Queue a run as a Slurm job. All other arguments go to `spmd-rl run`.",
         add_help=False,
         allow_abbrev=False,
-        exit_on_error=False,
     )
     _add_allocation_options(parser)
     parser.add_argument(

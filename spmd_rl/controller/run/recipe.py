@@ -9,7 +9,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,9 +25,11 @@ from spmd_rl.errors import ConfigError, source_line
 SHIPPED = "spmd_rl.recipes"
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Reads the words of a command. Raises: ConfigError, which names the command."""
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"spmd-rl run: {message}")
+        raise ConfigError(f"{self.prog}: {message}")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,14 @@ class Invocation:
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
         """Read the words after `run`. Raises: ConfigError."""
-        parser = _Parser(add_help=False, allow_abbrev=False)
+        parser = CommandParser("spmd-rl run", add_help=False, allow_abbrev=False)
         parser.add_argument("recipe")
         parser.add_argument("--config", type=Path)
         parser.add_argument("--nproc", type=int)
         parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
         flags, rest = parser.parse_known_args(words)
-        _require_at_least("--nproc", flags.nproc, 1)
-        _require_at_least("--max-restarts", flags.max_restarts, 0)
+        require_counts(flags, {"nproc": 1, "max_restarts": 0})
         return cls(
             recipe=flags.recipe,
             config=flags.config,
@@ -182,9 +183,12 @@ def _check_file(module: ModuleType, recipe: str) -> None:
         raise ConfigError(f"{recipe} has the name of another module, {found}: rename it")
 
 
-def _require_at_least(flag: str, count: int | None, least: int) -> None:
-    if count is not None and count < least:
-        raise ConfigError(f"{flag}={count}: expected {least} or more")
+def require_counts(flags: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Raises: ConfigError for a flag that is less than `least` says of it."""
+    for name, minimum in least.items():
+        count = getattr(flags, name)
+        if count is not None and count < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')}={count}: expected {minimum} or more")
 
 
 def shipped_recipes() -> list[str]:

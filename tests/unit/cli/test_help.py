@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.cli.help import USAGE, of_recipe, shipped
-from spmd_rl.cli.settings_text import PAGE, WIDTH, short_line, shortened
+from spmd_rl.cli.help import PAGE, USAGE, WIDTH, of_recipe, shipped, short_line, shortened
 from spmd_rl.config.describe import Key, describe
 from spmd_rl.controller.run.recipe import load_recipe
 from spmd_rl.rollout.kinds import KINDS

@@ -38,7 +38,7 @@ def pushed(
     trainer = TrainerConfig(backend=Fsdp2Config(), weights=weights)
     engine = NativeEngineConfig(dtype="bfloat16", weights=weights)
     needs = RunNeeds(trainer=trainer, engine=engine)
-    found = push_of_run(Placements([train, infer]), spec, needs)
+    found = push_of_run(Placements(train=train, infer=infer), spec, needs)
     assert found is not None
     return found
 
