@@ -17,7 +17,7 @@ class Deferred(Generic[R]):
 
     def __init__(self, on_abort: Callable[[], None] = lambda: None) -> None:
         self.abort = on_abort
-        self._is_answered = False
+        self.is_answered = False
         self._on_answer: Callable[[], None] = lambda: None
         self.value: R | None = None
         self.error: BaseException | None = None
@@ -28,10 +28,6 @@ class Deferred(Generic[R]):
         answered = cls()
         answered.resolve(value)
         return answered
-
-    @property
-    def is_answered(self) -> bool:
-        return self._is_answered
 
     def resolve(self, value: R) -> None:
         """Answer the call with this value. Raises: RuntimeError if it was answered before."""
@@ -46,11 +42,11 @@ class Deferred(Generic[R]):
     def call_when_answered(self, callback: Callable[[], None]) -> None:
         """Call `callback` once there is an answer, at once if there is one."""
         self._on_answer = callback
-        if self._is_answered:
+        if self.is_answered:
             callback()
 
     def _end(self) -> None:
-        if self._is_answered:
+        if self.is_answered:
             raise RuntimeError("a deferred call can be answered only once")
-        self._is_answered = True
+        self.is_answered = True
         self._on_answer()

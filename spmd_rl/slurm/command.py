@@ -31,7 +31,19 @@ from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.slurm.script import Job, render
 
-FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
+# what Slurm allocates, and who is charged
+OPTIONS: dict[str, tuple[type, str]] = {
+    "nodes": (int, "number of nodes (default: 1)"),
+    "time": (
+        str,
+        "time limit, such as 4:00:00; two minutes before it, the run saves and queues again",
+    ),
+    "partition": (str, "partition to queue in (default: Slurm's)"),
+    "gpus-per-node": (int, "GPUs to allocate on each node"),
+    "account": (str, "account to charge (default: Slurm's)"),
+    "qos": (str, "quality of service (default: Slurm's)"),
+    "job-name": (str, "name of the job (default: the run's name)"),
+}
 MINIMUM = {"nodes": 1, "gpus_per_node": 1, "nproc_per_node": 1, "max_restarts": 0}
 
 
@@ -107,7 +119,7 @@ def _note(cfg: object, run: RunConfig) -> str:
 
 def _options(args: argparse.Namespace) -> dict[str, str | None]:
     """Return the options for sbatch."""
-    values = {flag: getattr(args, flag.replace("-", "_")) for flag in FLAGS}
+    values = {flag: getattr(args, flag.replace("-", "_")) for flag in OPTIONS}
     requeue: dict[str, str | None] = {"requeue" if args.requeue else "no-requeue": None}
     return (
         {flag: str(value) for flag, value in values.items() if value}
@@ -124,7 +136,14 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    _add_allocation_options(parser)
+    for name, (kind, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, help=text)
+    parser.set_defaults(nodes=1)
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks to start on each node (default: one a GPU, else 1)",
+    )
     parser.add_argument(
         "--requeue",
         action=argparse.BooleanOptionalAction,
@@ -145,31 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_allocation_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what Slurm allocates, how it is used, and who is charged."""
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
-    parser.add_argument(
-        "--time",
-        help="time limit, such as 4:00:00; two minutes before it, the run saves and queues again",
-    )
-    parser.add_argument("--partition", help="partition to queue in (default: Slurm's)")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs to allocate on each node")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        help="ranks to start on each node (default: one a GPU, else 1)",
-    )
-    parser.add_argument("--account", help="account to charge (default: Slurm's)")
-    parser.add_argument("--qos", help="quality of service (default: Slurm's)")
-    parser.add_argument("--job-name", help="name of the job (default: the run's name)")
-
-
 def _option(text: str) -> tuple[str, str | None]:
     """Return name and value of an option such as `--exclusive` or `--mem=0`."""
     name, equals, value = text.removeprefix("--").partition("=")
     if not text.startswith("--") or not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--slurm={text}: write it as --slurm=--exclusive or --slurm=--mem=0")
-    if name in (*FLAGS, "requeue", "no-requeue"):
+    if name in (*OPTIONS, "requeue", "no-requeue"):
         raise ConfigError(f"--slurm={text}: submit has this option itself, so write {text}")
     return name, value if equals else None
 

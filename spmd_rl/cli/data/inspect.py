@@ -83,20 +83,14 @@ def check_records(
                 if num_before + place < MAX_GRADED and of_graders:
                     check_golds([sound[place]], of_graders, rewards)
             except DataError as error:
-                problems[place] = _problem(error, record, view)
+                problems[place] = problem_of(error, record, view.cfg)
                 sound.pop(place, None)
         if preparer is not None and sound:
             refused = _prepare(sound, preparer, found)
-            problems |= {n: _problem(error, sound[n], view) for n, error in refused.items()}
+            problems |= {n: problem_of(error, sound[n], view.cfg) for n, error in refused.items()}
         found.problems += [problems[place] for place in sorted(problems)]
     found.notes = preparer.notes() if preparer else []
     return found
-
-
-def _problem(error: DataError, record: DataRecord | DataError, view: View) -> RefusedRecord:
-    if isinstance(record, DataError):
-        return RefusedRecord(error.where, str(error).removeprefix(f"{error.where}: "))
-    return problem_of(error, record, view.cfg)
 
 
 def _checked(record: DataRecord | DataError, view: View) -> DataRecord:

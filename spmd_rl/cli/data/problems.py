@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.render.prompt_format import PromptFormat
+from spmd_rl.errors import DataError
 
 _FEW = 3  # records with the same problem, which have a line each
 _SETTINGS = ("prompt_key", "answer_key", "chosen_key", "rejected_key")
@@ -36,9 +37,15 @@ class RefusedRecord(NamedTuple):
         return f"{self.where}: {self.sentence}"
 
 
-def problem_of(error: Exception, record: DataRecord, cfg: PromptFormat) -> RefusedRecord:
-    """Return the problem of a record that a run with these settings refuses."""
+def problem_of(
+    error: DataError, record: DataRecord | DataError, cfg: PromptFormat
+) -> RefusedRecord:
+    """Return the problem of a record, perhaps a malformed one, that a run with these settings
+    refuses.
+    """
     sentence = str(error).removeprefix(f"{record.where}: ")
+    if isinstance(record, DataError):
+        return RefusedRecord(record.where, sentence)
     keys = {name: getattr(cfg, name, "") for name in _SETTINGS}
     lacks = next((name for name, key in keys.items() if key and not record.has(key)), "")
     if not lacks:

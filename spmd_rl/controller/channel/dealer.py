@@ -116,14 +116,13 @@ class Dealer:
         costs half of a poll. Other sources are polled when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
-        loop, unsent = self._loop, deque(answers)
+        loop = self._loop
+        self._outbox.extend(answers)
         while True:
             if not loop.lead(TICK_S):
                 continue
             try:
-                while unsent:
-                    header, value, call = unsent.popleft()
-                    send(self._socket, self._writer.frame(header, value, call), LAST)
+                self._send()
                 if loop.handle_due:
                     loop.handle_due = False
                     loop.handle(0.0)

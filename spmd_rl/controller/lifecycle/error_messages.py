@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
 
 from spmd_rl import errors
 from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.lifecycle.calls import CallRecord
-from spmd_rl.controller.lifecycle.roster import WorkerState
-from spmd_rl.errors import LostRankError, RemoteError, SpmdError, printable
+from spmd_rl.errors import RemoteError, SpmdError, printable
 
 
 def in_call(record: CallRecord | None) -> str:
@@ -18,32 +16,6 @@ def in_call(record: CallRecord | None) -> str:
         return "between calls"
     phase = f" (phase {record.phase})" if record.phase else ""
     return f"in {record.what}{phase} after {record.age_s:.1f} s"
-
-
-def refusals(counts: Mapping[str, int]) -> str:
-    """Return the clause that says how many frames were refused and why; "" when none were."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-    return f"; frames refused: {reasons}" if reasons else ""
-
-
-def lost_error(
-    ranks: Sequence[int],
-    workers: Mapping[int, WorkerState],
-    now: float,
-    record: CallRecord | None,
-    refused: Mapping[str, int],
-) -> LostRankError:
-    """Return the error that says which of `ranks` are lost, since when, and in which call."""
-    seen = [workers[rank] for rank in ranks if rank in workers]
-    if not seen:
-        return LostRankError(
-            f"lost rank {ranks[0]} before it had reported to the controller{refusals(refused)}"
-        )
-    who = ", ".join(str(worker) for worker in seen)
-    silence_s = max(now - worker.heard for worker in seen)
-    return LostRankError(
-        f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}"
-    )
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -11,7 +11,7 @@ from spmd_rl.controller.channel.messages import Dying, Hello
 from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
-from spmd_rl.controller.lifecycle.error_messages import in_call, lost_error
+from spmd_rl.controller.lifecycle.error_messages import in_call
 from spmd_rl.controller.lifecycle.process_tree import ChildWatcher
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.stacks import main_thread_location
@@ -119,6 +119,18 @@ class FailureDetector:
             self._roster.note_gone(rank)
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
+        """Return the error that says which of `ranks` are lost, since when, and in which call."""
+        counts = self._router.refused_of(ranks[0]).items()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
+        refusals = f"; frames refused: {reasons}" if reasons else ""
+        seen = [self._roster.workers[rank] for rank in ranks if rank in self._roster.workers]
+        if not seen:
+            return LostRankError(
+                f"lost rank {ranks[0]} before it had reported to the controller{refusals}"
+            )
+        silence_s = max(now - worker.heard for worker in seen)
         record = next(filter(None, map(self._calls.oldest_unanswered, ranks)), None)
-        refused = self._router.refused_of(ranks[0])
-        return lost_error(ranks, self._roster.workers, now, record, refused)
+        return LostRankError(
+            f"lost {', '.join(map(str, seen))}, last heard {silence_s:.1f} s ago, "
+            f"{in_call(record)}{refusals}"
+        )

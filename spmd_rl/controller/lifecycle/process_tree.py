@@ -38,7 +38,7 @@ class ChildWatcher:
 
     def watch(self, hello: Hello) -> None:
         """Watch a worker from now on, if it is a child of the launcher on this host."""
-        if hello.host == socket.gethostname() and parent_of(hello.pid) == self._launcher:
+        if _is_child(hello, self._launcher):
             # It has just ended, or there is no descriptor left. It is noticed in other ways.
             with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(hello.pid)
@@ -67,7 +67,7 @@ class ChildWatcher:
 def kill_children(launcher: int, workers: Iterable[Hello]) -> None:
     """SIGKILL those of `workers` that are children of `launcher` on this host."""
     for hello in workers:
-        if hello.host == socket.gethostname() and parent_of(hello.pid) == launcher:
+        if _is_child(hello, launcher):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(hello.pid, signal.SIGKILL)
 
@@ -87,6 +87,10 @@ def wait_for_exits(workers: Iterable[Hello]) -> None:
                 poll.poll(max(0.0, until - time.monotonic()) * 1000)
                 os.close(descriptor)
     threading.Event().wait(NOTICE_S)
+
+
+def _is_child(hello: Hello, launcher: int | None) -> bool:
+    return hello.host == socket.gethostname() and parent_of(hello.pid) == launcher
 
 
 def processes() -> Iterator[tuple[int, str, int]]:
