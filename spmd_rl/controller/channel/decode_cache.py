@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,19 +30,17 @@ def builder_for(value: Any, layouts: Mapping[int, ArrayLayout]) -> Build | None:
     """Return a function that makes `value` again, with arrays from another payload.
 
     `layouts` has the layout of each array in `value`, by the array's id. Returns None for a value
-    that is more than arrays and plain data: a class may inspect what it is constructed from.
+    that is more than arrays, scalars and lists of them: a class may inspect what it is made from.
     """
     kind = type(value)
     if _is_array(value, layouts):
         return _array_builder(*layouts[id(value)])
     if kind in _CONSTANTS:
         return lambda payload: value
-    if kind is list:
-        return _list_builder(value, layouts)
-    if kind is tuple:
-        return _sequence_builder(value, layouts, as_tuple=True)
-    if kind is dict:
-        return _dict_builder(value, layouts)
+    if kind is list and all(_is_array(item, layouts) for item in value):
+        return _array_list_builder([layouts[id(item)] for item in value])
+    if kind in (list, tuple):
+        return _sequence_builder(value, layouts, as_tuple=kind is tuple)
     return None
 
 
@@ -52,12 +50,6 @@ def _is_array(value: Any, layouts: Mapping[int, ArrayLayout]) -> bool:
 
 def _array_builder(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> Build:
     return lambda payload: _array(shape, dtype, payload, offset)
-
-
-def _list_builder(items: list[Any], layouts: Mapping[int, ArrayLayout]) -> Build | None:
-    if all(_is_array(item, layouts) for item in items):
-        return _array_list_builder([layouts[id(item)] for item in items])
-    return _sequence_builder(items, layouts, as_tuple=False)
 
 
 def _array_list_builder(layouts: list[ArrayLayout]) -> Build:
@@ -73,9 +65,12 @@ def _array_list_builder(layouts: list[ArrayLayout]) -> Build:
 def _sequence_builder(
     items: Sequence[Any], layouts: Mapping[int, ArrayLayout], *, as_tuple: bool
 ) -> Build | None:
-    builds = _all_builders(items, layouts)
-    if builds is None:
-        return None
+    builds: list[Build] = []
+    for item in items:
+        build = builder_for(item, layouts)
+        if build is None:
+            return None
+        builds.append(build)
 
     def build_sequence(payload: bytearray) -> Sequence[Any]:
         built = []
@@ -84,29 +79,3 @@ def _sequence_builder(
         return tuple(built) if as_tuple else built
 
     return build_sequence
-
-
-def _dict_builder(items: dict[Any, Any], layouts: Mapping[int, ArrayLayout]) -> Build | None:
-    builds = _all_builders(items.values(), layouts)
-    if builds is None:
-        return None
-    named = list(zip(items, builds, strict=True))
-
-    def build_dict(payload: bytearray) -> dict[Any, Any]:
-        built = {}
-        for key, build in named:
-            built[key] = build(payload)
-        return built
-
-    return build_dict
-
-
-def _all_builders(values: Iterable[Any], layouts: Mapping[int, ArrayLayout]) -> list[Build] | None:
-    """Return what makes each of the values, or None at the first for which there is nothing."""
-    builds: list[Build] = []
-    for value in values:
-        build = builder_for(value, layouts)
-        if build is None:
-            return None
-        builds.append(build)
-    return builds

@@ -7,6 +7,7 @@ exceeds the limits, and counts it under a `Refusal`. docs/wire.md has the tables
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, final
 
@@ -33,6 +34,12 @@ class Refusal(StrEnum):
     UNASKED = "unasked"
 
 
+def refusals(counts: Mapping[str, int]) -> str:
+    """Return the clause that says how many frames were refused and why; "" when none were."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    return f"; frames refused: {reasons}" if reasons else ""
+
+
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages. They are immutable: equal messages may be the same object."""
 
@@ -46,6 +53,9 @@ class Hello(ChannelMessage, frozen=True):
     rank: int
     host: str
     pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
 class CommandResult(ChannelMessage, frozen=True):

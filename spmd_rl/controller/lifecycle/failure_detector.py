@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from signal import SIGINT, Signals
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.channel.messages import Dying, Hello
+from spmd_rl.controller.channel.messages import Dying, Hello, refusals
 from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
@@ -120,17 +120,15 @@ class FailureDetector:
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         """Return the error that says which of `ranks` are lost, since when, and in which call."""
-        counts = self._router.refused_of(ranks[0]).items()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
-        refusals = f"; frames refused: {reasons}" if reasons else ""
+        refused = refusals(self._router.refused_of(ranks[0]))
         seen = [self._roster.workers[rank] for rank in ranks if rank in self._roster.workers]
         if not seen:
             return LostRankError(
-                f"lost rank {ranks[0]} before it had reported to the controller{refusals}"
+                f"lost rank {ranks[0]} before it had reported to the controller{refused}"
             )
         silence_s = max(now - worker.heard for worker in seen)
         record = next(filter(None, map(self._calls.oldest_unanswered, ranks)), None)
         return LostRankError(
             f"lost {', '.join(map(str, seen))}, last heard {silence_s:.1f} s ago, "
-            f"{in_call(record)}{refusals}"
+            f"{in_call(record)}{refused}"
         )

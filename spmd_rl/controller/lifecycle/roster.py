@@ -29,7 +29,7 @@ class WorkerState:
     gone: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.hello.rank} (host {self.hello.host}, pid {self.hello.pid})"
+        return str(self.hello)
 
 
 class Roster:

@@ -20,6 +20,7 @@ from spmd_rl.controller.channel.messages import (
     Stacks,
     Stop,
     ToWorker,
+    refusals,
 )
 from spmd_rl.controller.channel.secret import FILE_ENV, SECRET_ENV, Keys
 from spmd_rl.controller.lifecycle.process_tree import is_ending, kill_children
@@ -127,12 +128,9 @@ class WorkerLifecycle:
         self.dealer.post(stacks, (b"", flight_record()))
 
     def _die(self, reason: str) -> None:
-        counts = self.dealer.refused.items()
-        refused = "".join(f"; {count} frames refused: {cause}" for cause, count in counts)
-        self.dealer.post(Dying(reason + refused))
-        hello = self._hello
-        who = f"rank {hello.rank} (host {hello.host}, pid {hello.pid})"
-        error = LostRankError(f"{who} {reason}{refused}")
+        sentence = reason + refusals(self.dealer.refused)
+        self.dealer.post(Dying(sentence))
+        error = LostRankError(f"{self._hello} {sentence}")
         self._end(self.final_message.compose(error), 1)
 
     def _end(self, sentence: str, exit_code: int) -> None:
