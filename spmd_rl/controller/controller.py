@@ -18,7 +18,7 @@ from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.link import Link, LinkConfig, connect, link_placement, prepare
+from spmd_rl.controller.link import Link, connect, link_placement, prepare
 from spmd_rl.controller.run.checkpoints import CheckpointPart
 from spmd_rl.controller.run.evaluations import Schedule
 from spmd_rl.controller.run.step_loop import StepLoop
@@ -94,8 +94,7 @@ class Controller:
         self.world = ControllerWorld(dispatcher)
         self.run_folder: Path = run.path
         self.seed = run.seed
-        self._exact = run.exact
-        self._link_config = LinkConfig(run.verify_every, run.self_check)
+        self._run = run
         self._dispatcher = dispatcher
         self._planned = planned or {}
         self._loop = StepLoop(run, dispatcher, observer, self._wake_for_checkpoint)
@@ -151,10 +150,10 @@ class Controller:
         sleeps = any(self._sleepers.role_sleep(end.name) is not None for end in ends)
         cfg = WeightSyncConfig(ends[0].name, ends[1].name, alias and not sleeps)
         weight_sync = self.spawn(WeightSync, cfg, on=placement)
-        layouts = connect(weight_sync, placement, self.run_folder, self._exact)
+        layouts = connect(weight_sync, placement, self.run_folder, self._run.exact)
         plan = prepare(weight_sync, layouts, self.world.nodes())
         names = cfg.source, cfg.destination
-        return Link(weight_sync, plan, names, self._link_config, self._loop.record)
+        return Link(weight_sync, plan, names, self._run, self._loop.record)
 
     @contextmanager
     def phase(self, name: str, awake: Sequence[Role] | None = None) -> Iterator[None]:
@@ -249,4 +248,4 @@ class Controller:
             if contract is not None
         }
         if contracts:
-            record_contracts(self.run_folder, name, contracts, self._exact)
+            record_contracts(self.run_folder, name, contracts, self._run.exact)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import not_promised, record_contracts
 from spmd_rl.controller.handle import Handle
@@ -14,16 +15,6 @@ from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, RankPush, W
 from spmd_rl.errors import ConfigError, WeightMismatchError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.weights.proof.verdict import WeightMismatch
-
-
-@dataclass(frozen=True)
-class LinkConfig:
-    """How a link proves its pushes: every `verify_every`-th is compared (0: none), and with
-    `self_check` the first also shows that the comparison finds a wrong bit.
-    """
-
-    verify_every: int = 1
-    self_check: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,9 @@ class PushStats:
 class Link:
     """Two roles' weights, connected by one plan that every push replays.
 
-    `record` is given the metrics of each push that is committed.
+    Every `run.verify_every`-th push is compared (0: none), and with `run.self_check` the first also
+    shows that the comparison finds a wrong bit. `record` is given the metrics of each push that is
+    committed.
     """
 
     def __init__(
@@ -66,13 +59,13 @@ class Link:
         weight_sync: WeightSync,
         plan: PlanSummary,
         ends: tuple[str, str],
-        cfg: LinkConfig,
+        run: RunConfig,
         record: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._weight_sync = weight_sync
         self.plan = plan
         self._ends = ends
-        self._cfg = cfg
+        self._run = run
         self._record = record
         self._num_pushes = 0
 
@@ -88,16 +81,16 @@ class Link:
         Raises: WeightMismatchError naming a tensor that does not hold the source's bits. Then
         nothing is committed, and the destination generates nothing.
         """
-        began, cfg = time.monotonic(), self._cfg
+        began, run = time.monotonic(), self._run
         barrier, transfer = self._weight_sync.barrier, self._weight_sync.transfer
         if not drain:
             barrier, transfer = barrier.between_steps(), transfer.between_steps()
         if self.plan.wire_bytes:  # else no rank waits for another inside `transfer`
             barrier.call()
-        verify = cfg.verify_every > 0 and self._num_pushes % cfg.verify_every == 0
+        verify = run.verify_every > 0 and self._num_pushes % run.verify_every == 0
         ranks = transfer.call(verify)
         self._refuse_mismatch(ranks, f"push of version {version}")
-        if verify and cfg.self_check and not self._num_pushes:
+        if verify and run.self_check and not self._num_pushes:
             self._check_comparison(ranks)
         self._weight_sync.commit.call(version)
         self._num_pushes += 1

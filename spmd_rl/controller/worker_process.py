@@ -74,7 +74,7 @@ def _newest(checkpoints: str) -> int | None:
 
     The folder is "" until the controller has sent it.
     """
-    return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
+    return Checkpoints(Path(checkpoints)).newest() if checkpoints else None
 
 
 def _connect(world: World, store: Store, controller: ControllerProcess | None) -> WorkerLifecycle:

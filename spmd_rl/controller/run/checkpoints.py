@@ -83,8 +83,8 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        keep: int,
-        keep_best: int,
+        keep: int = 1,
+        keep_best: int = 0,
         scores: Callable[[], Mapping[int, float] | None] = lambda: None,
     ) -> None:
         self.folder = folder

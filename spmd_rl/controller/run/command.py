@@ -35,7 +35,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     Raises: ConfigError when there is no such checkpoint, or a run is writing them.
     """
     refuse_links(folder.parent)
-    complete = Checkpoints(folder, 1, 0).complete()
+    complete = Checkpoints(folder).complete()
     chosen = _find(wanted, complete, folder)
     paths = list(complete)
     later = paths[paths.index(chosen) + 1 :]
