@@ -6,7 +6,7 @@ Process groups are made in this module only, by every rank of the world in the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -216,8 +216,7 @@ class Meshes:
         self.world = world
         self.neighbours: dict[str, Any] = {}
         self.trace = Trace()
-        # what a `RoleContext` has of a placement: mesh, group, group of the shard, and of axes
-        self._built: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._built: dict[tuple[Any, ...], RoleContext] = {}
 
     def build(self, placements: list[Placement]) -> None:
         """Build the mesh and the group of each placement; equal placements share them.
@@ -230,18 +229,24 @@ class Meshes:
         from torch.distributed.device_mesh import DeviceMesh
 
         for placement in placements:
-            if _key(placement) not in self._built:
+            if placement.layout not in self._built:
                 axes = mesh_axes(placement.axes)
-                shape = tuple(placement.axes[axis] for axis in axes)
-                ranks = torch.tensor(placement.ranks).reshape(shape)
+                sizes = [placement.axes[axis] for axis in axes]
+                ranks = torch.tensor(placement.ranks).reshape(sizes)
                 mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=tuple(axes))
                 group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
                 if self.world.rank in placement.ranks:
                     prove(self.world, group)
                     self._prepare_axes(mesh)
-                shard_group = self._shard_group(placement, group)
-                axis_groups = self._axis_groups(placement)
-                self._built[_key(placement)] = mesh, group, shard_group, axis_groups
+                self._built[placement.layout] = RoleContext(
+                    self.world,
+                    placement,
+                    mesh,
+                    group,
+                    self.neighbours,
+                    shard_group=self._shard_group(placement, group),
+                    axis_groups=self._axis_groups(placement),
+                )
 
     def _shard_group(self, placement: Placement, group: ProcessGroup) -> ProcessGroup | None:
         """Make a host group of this rank's shard, where a shard has several ranks.
@@ -281,16 +286,9 @@ class Meshes:
 
         Raises: PlanError when `build` has not made it.
         """
-        if _key(placement) not in self._built:
+        if (built := self._built.get(placement.layout)) is None:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
-        mesh, group, *groups = self._built[_key(placement)]
-        return RoleContext(
-            self.world, placement, mesh, group, self.neighbours, self.trace, *groups, row_shards
-        )
-
-
-def _key(placement: Placement) -> tuple[Any, ...]:
-    return placement.ranks, tuple(placement.axes.items())
+        return replace(built, placement=placement, trace=self.trace, row_shards=row_shards)
 
 
 def _all_gather(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:

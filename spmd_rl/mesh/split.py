@@ -96,6 +96,11 @@ class Placement:
         return self.axes["dp"] * self.axes["fsdp"]
 
     @property
+    def layout(self) -> tuple[Any, ...]:
+        """The ranks and their axes. Placements of one layout share their groups."""
+        return self.ranks, *self.axes.items()
+
+    @property
     def of_shards(self) -> Placement:
         """The placement as FSDP2 sees it for weights: ranks along cp have shards of their own."""
         cp = self.axes.get("cp", 1)
