@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from spmd_rl.config.likely import likely_name
 from spmd_rl.controller.capabilities import InTurns, capabilities
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
-from spmd_rl.controller.channel.messages import Abort, Call, CallBeside, encode
+from spmd_rl.controller.channel.messages import Call, CallBeside, encode
 from spmd_rl.controller.channel.router import Post, Values
 from spmd_rl.controller.channel.shared_arrays import Outgoing
 from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.pending import Pending, StartedCall
+from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.routing import ShardBalancer
 from spmd_rl.controller.turns.join import STEP_AXES
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.phases import ALL, Tags
-
-_ABORT = encode(Abort())
 
 
 class Handle:
@@ -93,8 +90,7 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
     def start(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Issue the call to its ranks, each with its shard of the arguments."""
         record = self._issue(args, kwargs)
-        call = IssuedCall(record, self._handle.dispatcher)
-        return Pending(functools.partial(self._finish, record), call)
+        return Pending(functools.partial(self._finish, record), record)
 
     def between_steps(self) -> RemoteEndpoint:
         """Return this endpoint with calls that start while earlier ones are unanswered."""
@@ -122,7 +118,7 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
             header = self._headers[record.phase] = encode(
                 Call(self._handle.name, self._endpoint.name, record.phase, self._concurrent)
             )
-        dispatcher.issue(record, header, values, self._beside(ranks, record.number))
+        dispatcher.calls.issue(record, header, values, self._beside(ranks, record.number))
         return record
 
     def _beside(self, ranks: tuple[int, ...], number: int) -> list[Post]:
@@ -166,35 +162,6 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         if different := [rank for rank in ranks if not _same(by_rank[rank], expected)]:
             differs = f"the result of ranks {different} differs from rank {ranks[0]}'s"
             raise ContractError(f"{self._call_name}: {differs}; mark it Sharded or agree")
-
-
-class IssuedCall(StartedCall):
-    """A call that was issued to workers."""
-
-    def __init__(self, record: CallRecord, dispatcher: Dispatcher) -> None:
-        self._record = record
-        self._dispatcher = dispatcher
-
-    @property
-    def is_done(self) -> bool:
-        return self._record.done
-
-    @property
-    def seconds_left(self) -> float:
-        return self._dispatcher.deadline_s - self._record.age_s
-
-    def abort(self) -> None:
-        if not self._record.done:
-            self._dispatcher.issue(self._record, _ABORT, [(self._record.ranks, NOTHING)])
-
-    def call_when_done(self, listener: Callable[[], object]) -> None:
-        self._record.call_when_done(listener)
-
-    def wake(self) -> None:
-        self._dispatcher.wake()
-
-    def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
-        return self._dispatcher.calls.wait_until(done, seconds)
 
 
 def _same(first: Packed, second: Packed) -> bool:

@@ -16,9 +16,7 @@ R = TypeVar("R")
 class StartedCall:
     """What a `Pending` asks of the call that it stands for. This one has ended already."""
 
-    @property
-    def is_done(self) -> bool:
-        return True
+    done = True
 
     @property
     def seconds_left(self) -> float:
@@ -54,7 +52,7 @@ class Pending(Generic[R]):
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once, or raise."""
-        return self.started_call.is_done
+        return self.started_call.done
 
     def wait(self, deadline_s: float | None = None) -> R:
         """Return the call's value, the same object each time.

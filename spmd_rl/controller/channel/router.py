@@ -84,7 +84,6 @@ class Router:
         self._senders = dict(zip(identities, enumerate(self._readers), strict=True))
         self._writers = [(identity, EnvelopeWriter(generation)) for identity in identities]
         self._listener = listener
-        self._on_result = listener.on_result
         self._lifeline = lifeline
         self._outbox: deque[Post] = deque()
         handlers = {
@@ -96,6 +95,7 @@ class Router:
 
     def start(self) -> None:
         """Start to handle messages; the listener has to be ready."""
+        self._on_result = self._listener.on_result
         self._loop.start()
 
     @property

@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from spmd_rl.controller.channel.codec import Packed
-from spmd_rl.controller.channel.messages import Failure
-from spmd_rl.controller.channel.router import SHORT_WAIT_S
+from spmd_rl.controller.channel.codec import NOTHING, Packed
+from spmd_rl.controller.channel.messages import Abort, Failure, encode
+from spmd_rl.controller.channel.router import SHORT_WAIT_S, Post, Router, Values
 from spmd_rl.controller.channel.shared_arrays import SharedFile
+from spmd_rl.controller.pending import StartedCall
 from spmd_rl.errors import SpmdError
 
-HandleUntil = Callable[[Callable[[], object], float], bool]  # Router.handle_until
+_ABORT = encode(Abort())
 
 
-class CallRecord:
+class CallRecord(StartedCall):
     """One issued command. `what` is its name in messages ("trainer.train_step").
 
     `files` are those that its arguments lie in; they stay until all ranks have answered.
@@ -24,16 +25,17 @@ class CallRecord:
 
     def __init__(
         self,
+        calls: OpenCalls,
         number: int,
         what: str,
         ranks: tuple[int, ...],
-        phase: str,
         files: Sequence[SharedFile],
     ) -> None:
+        self._calls = calls
         self.number = number
         self.what = what
         self.ranks = ranks
-        self.phase = phase
+        self.phase = calls.phase
         self.files = files
         self.started = time.monotonic()
         self.answers: dict[int, Packed] = {}  # by rank
@@ -50,6 +52,20 @@ class CallRecord:
     def unanswered(self) -> list[int]:
         """The ranks that have not answered, in order."""
         return [rank for rank in self.ranks if rank in self.waiting]
+
+    @property
+    def seconds_left(self) -> float:
+        return self._calls.deadline_s - self.age_s
+
+    def abort(self) -> None:
+        if not self.done:
+            self._calls.issue(self, _ABORT, [(self.ranks, NOTHING)])
+
+    def wake(self) -> None:
+        self._calls.router.wake()
+
+    def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
+        return self._calls.wait_until(done, seconds)
 
     def finish(self) -> None:
         """Note that nobody has to wait any longer, and tell the listeners."""
@@ -75,15 +91,16 @@ class CallRecord:
 
 
 class OpenCalls:
-    """The records of all calls in flight.
+    """The records of all calls in flight, each of which may take `deadline_s`.
 
-    The thread that leads (leader_followers.py) records answers; `handle_until` waits for them.
+    The thread that leads (leader_followers.py) records answers.
     `on_long_wait` is called once in each wait of the recipe's thread that is not short; it may take
     a few milliseconds. The recipe's thread is the one that makes this object.
     """
 
-    def __init__(self, handle_until: HandleUntil) -> None:
-        self._handle_until = handle_until
+    def __init__(self, router: Router, deadline_s: float) -> None:
+        self.router = router
+        self.deadline_s = deadline_s
         # Any thread may change it, in one operation. Loops read a copy.
         self._open: dict[int, CallRecord] = {}
         self._numbers = itertools.count(1)
@@ -97,12 +114,20 @@ class OpenCalls:
         self, what: str, ranks: tuple[int, ...], files: Sequence[SharedFile] = ()
     ) -> CallRecord:
         """Open and return a new record. Raises: what has ended the run, if anything has."""
-        record = CallRecord(next(self._numbers), what, ranks, self.phase, files)
+        record = CallRecord(self, next(self._numbers), what, ranks, files)
         self._open[record.number] = record
         if self.cause is not None:
             self.close(record)
             raise self.cause
         return record
+
+    def issue(
+        self, record: CallRecord, command: bytes, values: Values, also: Sequence[Post] = ()
+    ) -> None:
+        """Send the header of a command to the ranks of `record`, in order with all others, and what
+        is to go `also`.
+        """
+        self.router.post_each(command, values, record.number, also)
 
     def record_answer(self, number: int, rank: int, answer: Packed) -> bool:
         """Record an answer; False when this rank owes none to call `number`."""
@@ -131,13 +156,14 @@ class OpenCalls:
         for record in list(self._open.values()):
             record.finish()
 
-    def wait(self, record: CallRecord, deadline_s: float) -> bool:
+    def wait(self, record: CallRecord, deadline_s: float | None = None) -> bool:
         """Return whether every rank answered `record` in time, or one failed.
 
-        Blocks: for `deadline_s` at most.
+        Blocks: for `deadline_s` at most, by default the run's.
         Raises: the cause given to `abort`, and what `on_long_wait` raises.
         """
-        done = self.wait_until(lambda: record.done, deadline_s)
+        wait_s = self.deadline_s if deadline_s is None else deadline_s
+        done = self.wait_until(lambda: record.done, wait_s)
         if record.failure is None and record.waiting and self.cause is not None:
             raise self.cause
         return done
@@ -148,13 +174,13 @@ class OpenCalls:
         Blocks: for `seconds` at most. Raises: what `on_long_wait` raises.
         """
         if threading.get_ident() != self._recipe_thread:
-            return self._handle_until(done, seconds)
+            return self.router.handle_until(done, seconds)
         began = time.monotonic()
-        in_time = self._handle_until(done, min(SHORT_WAIT_S, seconds))
+        in_time = self.router.handle_until(done, min(SHORT_WAIT_S, seconds))
         if not in_time and seconds > SHORT_WAIT_S:
             self.on_long_wait()
             left_s = max(0.0, began + seconds - time.monotonic())
-            in_time = self._handle_until(done, left_s)
+            in_time = self.router.handle_until(done, left_s)
         self.waited_s += time.monotonic() - began
         return in_time
 
@@ -165,7 +191,7 @@ class OpenCalls:
 
     def cause_within(self, seconds: float) -> SpmdError | None:
         """Return what has ended the run, if anything does. Blocks: for `seconds` at most."""
-        self._handle_until(lambda: self.cause is not None, seconds)
+        self.router.handle_until(lambda: self.cause is not None, seconds)
         return self.cause
 
     def oldest_unanswered(self, rank: int) -> CallRecord | None:

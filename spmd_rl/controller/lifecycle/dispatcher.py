@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from signal import Signals
 
 from spmd_rl.config.run import RunConfig
@@ -23,7 +23,7 @@ from spmd_rl.controller.channel.messages import (
     ToController,
     encode,
 )
-from spmd_rl.controller.channel.router import Post, Router, Values
+from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.lifecycle.calls import CallRecord, OpenCalls
@@ -63,7 +63,8 @@ class Dispatcher:
         shared: ControllerArrays | None = None,
     ) -> None:
         self.shared = shared
-        self.calls = OpenCalls(self._handle_until)
+        self._router = Router(address, keys, generation, world_size, self, lifeline)
+        self.calls = OpenCalls(self._router, run.deadline_s)
         self.on_result = self.calls.record_answer
         self.traces = str(run.traces or "")
         self.trace = Trace(run.traces, "controller")
@@ -74,23 +75,15 @@ class Dispatcher:
         self.on_counts: Callable[[dict[str, int]], None] = lambda counts: None
         self._next_ping = 0.0
         self._ping = Ping(run.lost_after_s, str(run.path.absolute() / "checkpoints"))
-        self._router = Router(address, keys, generation, world_size, self, lifeline)
         # rank 0 started this process, and its parent is the launcher of this host's ranks
         launcher = parent_of(os.getppid())
-        self._shutdown = WorldShutdown(self.roster, self.calls, self._router, launcher, last_resort)
-        self._detector = FailureDetector(
-            run, self.roster, self.calls, self._router, self._shutdown, launcher
-        )
+        self._shutdown = WorldShutdown(self.roster, self.calls, launcher, last_resort)
+        self._detector = FailureDetector(run, self.roster, self.calls, self._shutdown, launcher)
         self.final_message = self._shutdown.final_message
         self.termination = self._detector.termination
         self.recipe_deadline = self._detector.recipe_deadline
         self.endpoint = self._router.endpoint
         self._router.start()
-
-    @property
-    def deadline_s(self) -> float:
-        """How long a call may take, if nothing else is said."""
-        return self._run.deadline_s
 
     @property
     def refused(self) -> dict[str, int]:
@@ -106,7 +99,7 @@ class Dispatcher:
 
         Blocks: for the run's `start_s` at most. Raises: DeadlineError naming the missing ranks.
         """
-        complete = self._handle_until(
+        complete = self._router.handle_until(
             lambda: not self.roster.missing or self.calls.cause is not None, self._run.start_s
         )
         if self.calls.cause is not None:
@@ -116,14 +109,6 @@ class Dispatcher:
                 f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s"
             )
 
-    def issue(
-        self, record: CallRecord, command: bytes, values: Values, also: Sequence[Post] = ()
-    ) -> None:
-        """Send the header of a command to the ranks of `record`, in order with all others, and what
-        is to go `also`.
-        """
-        self._router.post_each(command, values, record.number, also)
-
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> dict[int, Packed]:
         """Return every rank's answer to `record`, by rank.
 
@@ -131,7 +116,7 @@ class Dispatcher:
         Raises: DeadlineError with all stacks saved, LostRankError, or what a rank raised.
         """
         try:
-            in_time = self.calls.wait(record, self.deadline_s if deadline_s is None else deadline_s)
+            in_time = self.calls.wait(record, deadline_s)
             if not in_time and (overdue := self._overdue_error(record)):
                 raise overdue
             if record.failure is not None:
@@ -153,18 +138,14 @@ class Dispatcher:
         Blocks and raises: as `collect`.
         """
         record = self.calls.open(what, ranks)
-        self.issue(record, encode(command), [(ranks, value)])
+        self.calls.issue(record, encode(command), [(ranks, value)])
         answers = self.collect(record)
         return {rank: answers[rank] for rank in ranks}
-
-    def wake(self) -> None:
-        """Have the threads that wait for workers look whether they need to wait any longer."""
-        self._router.wake()
 
     def stacks(self) -> str:
         """Return the stacks of all ranks as text. Blocks: for `snapshots.GATHER_S` at most."""
         with self._snapshots.lock:
-            self._snapshots.gather(self._router.post, self._handle_until)
+            self._snapshots.gather(self._router.post, self._router.handle_until)
             return self._snapshots.text()
 
     def stop(self, error: SpmdError | None) -> None:
@@ -174,7 +155,7 @@ class Dispatcher:
         error. Then it kills those that have not.
         """
         self._shutdown.begin(error)
-        self._handle_until(lambda: not self.roster.present, FAILED_BYE_S if error else BYE_S)
+        self._router.handle_until(lambda: not self.roster.present, FAILED_BYE_S if error else BYE_S)
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks")
         self._router.close()
@@ -248,7 +229,7 @@ class Dispatcher:
         Returns None if all have answered by then.
         """
         with self._snapshots.lock:
-            self._snapshots.gather(self._router.post, self._handle_until)
+            self._snapshots.gather(self._router.post, self._router.handle_until)
             if not record.waiting:
                 return None
             saved = self._snapshots.save(self._run.path / "stacks")
@@ -266,6 +247,3 @@ class Dispatcher:
         """Return a clause for each call before `record` that one of the ranks has not answered."""
         earlier = {self.calls.oldest_unanswered(rank) for rank in ranks} - {record, None}
         return "".join(f", still {in_call(call)}" for call in earlier)
-
-    def _handle_until(self, done: Callable[[], object], seconds: float) -> bool:
-        return self._router.handle_until(done, seconds)

@@ -8,7 +8,6 @@ from signal import SIGINT, Signals
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.messages import Dying, Hello, refusals
-from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
 from spmd_rl.controller.lifecycle.error_messages import in_call
@@ -33,7 +32,6 @@ class FailureDetector:
         run: RunConfig,
         roster: Roster,
         calls: OpenCalls,
-        router: Router,
         shutdown: WorldShutdown,
         launcher: int | None,
     ) -> None:
@@ -41,7 +39,6 @@ class FailureDetector:
         self.recipe_deadline = RecipeDeadline(run.between_calls_s)
         self._roster = roster
         self._calls = calls
-        self._router = router
         self._shutdown = shutdown
         self._children = ChildWatcher(launcher)
         self._unreachable: dict[int, float] = {}  # since when, by rank
@@ -120,7 +117,7 @@ class FailureDetector:
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         """Return the error that says which of `ranks` are lost, since when, and in which call."""
-        refused = refusals(self._router.refused_of(ranks[0]))
+        refused = refusals(self._calls.router.refused_of(ranks[0]))
         seen = [self._roster.workers[rank] for rank in ranks if rank in self._roster.workers]
         if not seen:
             return LostRankError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from spmd_rl.controller.channel.messages import StackRequest, Stacks
-from spmd_rl.controller.lifecycle.calls import HandleUntil
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.stacks import all_stacks
 from spmd_rl.observe.atomic_write import atomic_file, write_atomically
@@ -16,6 +15,7 @@ GATHER_S = 2.0  # how long all ranks may take to send their stacks
 NO_ANSWER = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
 
 Post = Callable[[Sequence[int], StackRequest], None]  # Router.post
+HandleUntil = Callable[[Callable[[], object], float], bool]  # Router.handle_until
 
 
 class Snapshots:

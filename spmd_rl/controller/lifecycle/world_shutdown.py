@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 from spmd_rl.controller.channel.messages import Stop
-from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.process_tree import kill_children, wait_for_exits
@@ -28,7 +27,6 @@ class WorldShutdown:
         self,
         roster: Roster,
         calls: OpenCalls,
-        router: Router,
         launcher: int | None,
         last_resort: Callable[[int], object],
     ) -> None:
@@ -36,7 +34,6 @@ class WorldShutdown:
         self.stop_message: Stop | None = None  # what every rank is told, once the shutdown began
         self._roster = roster
         self._calls = calls
-        self._router = router
         self._launcher = launcher
         self._last_resort = last_resort
         self._given_up: set[int] = set()  # ranks that nobody waits for; they are killed last
@@ -72,7 +69,7 @@ class WorldShutdown:
             self._unreported = error is not None and bool(present)
             if self._given_up >= set(present):
                 self._report(stop)
-            self._router.post(present, stop)
+            self._calls.router.post(present, stop)
             for rank in self._given_up:
                 self._roster.note_gone(rank)
 

@@ -34,7 +34,7 @@ class Call(StartedCall):
         self.listeners: list[Callable[[], object]] = []
 
     @property
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         return self.ended
 
     @property

@@ -39,7 +39,7 @@ class Call(StartedCall):
         self._listeners: list[Callable[[], object]] = []
 
     @property
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         return self.value is not None
 
     @property
@@ -47,8 +47,8 @@ class Call(StartedCall):
         return LAST_RESORT_S
 
     def abort(self) -> None:
-        self.is_aborted = not self.is_done
-        if self._rollout.ends_on_abort and not self.is_done:
+        self.is_aborted = not self.done
+        if self._rollout.ends_on_abort and not self.done:
             self.end(Group(self.prompt, []))
 
     def call_when_done(self, listener: Callable[[], object]) -> None:
@@ -113,7 +113,7 @@ class Rollout:
 
     def call(self) -> list[Group]:
         """Half of the answer of every running group."""
-        running = [call for call in self.calls.values() if not call.is_done]
+        running = [call for call in self.calls.values() if not call.done]
         return [Group(call.prompt, [self.sample(call.prompt.uid, 2)]) for call in running]
 
     def sample(self, uid: int, num_tokens: int, version: int | None = None) -> Sample:
@@ -183,7 +183,7 @@ def make(rollout: Rollout) -> Iterator[Callable[..., GroupSampler]]:
     for one_rollout in engines_of_all:
         one_rollout.ends_on_abort = True
         for call in one_rollout.calls.values():
-            if call.is_aborted and not call.is_done:
+            if call.is_aborted and not call.done:
                 call.end(Group(call.prompt, []))
     for one in made:
         one.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,16 +16,20 @@ from spmd_rl.errors import LostRankError
 ANSWER = b"x", b""
 
 
-def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait for other threads to answer: there is nothing to handle here."""
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        threading.Event().wait(0.001)
-    return done()
+def open_calls() -> OpenCalls:
+    """Return calls of a router that waits for other threads: there is nothing to handle here."""
+
+    def handle_until(done: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end:
+            threading.Event().wait(0.001)
+        return done()
+
+    return OpenCalls(SimpleNamespace(handle_until=handle_until), 10.0)  # type: ignore[arg-type]
 
 
 def test_a_wait_ends_when_every_rank_has_answered() -> None:
-    calls = OpenCalls(until)
+    calls = open_calls()
     record = calls.open("actor.go", (0, 1))
     assert calls.record_answer(record.number, 0, ANSWER)
     assert not calls.wait(record, 0.0)
@@ -39,7 +44,7 @@ def test_an_answer_is_there_before_the_wait_for_it_ends() -> None:
             assert rank in record.answers or record.failure is not None
             super().remove(rank)
 
-    calls = OpenCalls(until)
+    calls = open_calls()
     record = calls.open("actor.go", (0, 1))
     record.waiting = Watched(record.waiting)
     assert calls.record_answer(record.number, 0, ANSWER)
@@ -48,7 +53,7 @@ def test_an_answer_is_there_before_the_wait_for_it_ends() -> None:
 
 
 def test_a_wait_ends_at_the_first_failure() -> None:
-    calls = OpenCalls(until)
+    calls = open_calls()
     record = calls.open("actor.go", (0, 1))
     failure = Failure("KeyError", "'x'", "", 1)
     calls.record_failure(record.number, 1, failure)
@@ -57,7 +62,7 @@ def test_a_wait_ends_at_the_first_failure() -> None:
 
 
 def test_a_long_wait_leaves_time_for_other_work_once() -> None:
-    calls, moments = OpenCalls(until), []
+    calls, moments = open_calls(), []
     record = calls.open("actor.go", (0,))
 
     def meanwhile() -> None:
@@ -70,7 +75,7 @@ def test_a_long_wait_leaves_time_for_other_work_once() -> None:
 
 
 def test_a_wait_that_is_short_does_nothing_else() -> None:
-    calls, moments = OpenCalls(until), []
+    calls, moments = open_calls(), []
     calls.on_long_wait = lambda: moments.append(1)
     record = calls.open("actor.go", (0,))
     calls.record_answer(record.number, 0, ANSWER)
@@ -79,7 +84,7 @@ def test_a_wait_that_is_short_does_nothing_else() -> None:
 
 
 def test_answers_nobody_asked_for_are_refused() -> None:
-    calls = OpenCalls(until)
+    calls = open_calls()
     record = calls.open("actor.go", (0,))
     assert not calls.record_answer(record.number, 1, ANSWER)
     assert not calls.record_answer(record.number + 1, 0, ANSWER)
@@ -90,7 +95,7 @@ def test_answers_nobody_asked_for_are_refused() -> None:
 
 
 def test_a_cause_ends_all_waits_and_the_first_stands() -> None:
-    calls = OpenCalls(until)
+    calls = open_calls()
     record = calls.open("actor.go", (0,))
     first = LostRankError("rank 0")
     threading.Thread(target=calls.abort, args=(first,)).start()
@@ -102,7 +107,7 @@ def test_a_cause_ends_all_waits_and_the_first_stands() -> None:
 
 
 def test_who_owes_what() -> None:
-    calls = OpenCalls(until)
+    calls = open_calls()
     calls.phase = "rollout"
     first, second = calls.open("a.go", (0, 1)), calls.open("b.go", (1,))
     calls.record_answer(first.number, 0, ANSWER)
@@ -113,7 +118,7 @@ def test_who_owes_what() -> None:
 
 
 def test_a_listener_is_told_once_of_all_that_ends_a_call() -> None:
-    calls, told = OpenCalls(until), []
+    calls, told = open_calls(), []
     record = calls.open("actor.go", (0, 1))
     record.call_when_done(lambda: told.append("early"))
     for rank in record.ranks:
