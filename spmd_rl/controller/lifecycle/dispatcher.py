@@ -145,7 +145,7 @@ class Dispatcher:
     def stacks(self) -> str:
         """Return the stacks of all ranks as text. Blocks: for `snapshots.GATHER_S` at most."""
         with self._snapshots.lock:
-            self._snapshots.gather(self._router.post, self._router.handle_until)
+            self._snapshots.gather(self._router)
             return self._snapshots.text()
 
     def stop(self, error: SpmdError | None) -> None:
@@ -229,7 +229,7 @@ class Dispatcher:
         Returns None if all have answered by then.
         """
         with self._snapshots.lock:
-            self._snapshots.gather(self._router.post, self._router.handle_until)
+            self._snapshots.gather(self._router)
             if not record.waiting:
                 return None
             saved = self._snapshots.save(self._run.path / "stacks")

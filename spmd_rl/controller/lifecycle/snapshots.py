@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from spmd_rl.controller.channel.messages import StackRequest, Stacks
+from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.stacks import all_stacks
 from spmd_rl.observe.atomic_write import atomic_file, write_atomically
 
 GATHER_S = 2.0  # how long all ranks may take to send their stacks
 NO_ANSWER = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
-
-Post = Callable[[Sequence[int], StackRequest], None]  # Router.post
-HandleUntil = Callable[[Callable[[], object], float], bool]  # Router.handle_until
 
 
 class Snapshots:
@@ -30,7 +28,7 @@ class Snapshots:
         self._stacks: dict[int, Stacks] = {}
         self._flight_records: dict[int, bytes] = {}
 
-    def gather(self, post: Post, handle_until: HandleUntil) -> None:
+    def gather(self, router: Router) -> None:
         """Ask every present rank for its stacks.
 
         Blocks: until all have answered that are still present, `GATHER_S` at most.
@@ -38,8 +36,8 @@ class Snapshots:
         asked = self._roster.present
         self._stacks.clear()
         self._flight_records.clear()
-        post(asked, StackRequest())
-        handle_until(lambda: self._has_all({*asked} & {*self._roster.present}), GATHER_S)
+        router.post(asked, StackRequest())
+        router.handle_until(lambda: self._has_all({*asked} & {*self._roster.present}), GATHER_S)
 
     def store(self, rank: int, stacks: Stacks, flight_record: bytes) -> None:
         """Store what a rank sent."""

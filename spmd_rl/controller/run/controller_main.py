@@ -57,7 +57,7 @@ def run_controller(
     Blocks: as long as the recipe runs.
     """
     dispatcher: Dispatcher | None = None
-    observer: RunObserver | None = None
+    observer = RunObserver()
     error: SpmdError | None = None
     try:
         recipe = load_recipe(invocation.recipe)
@@ -124,7 +124,7 @@ def _run(
         observer.close()
 
 
-def _close(observer: RunObserver | None, lifeline: Lifeline, exit_code: int) -> None:
+def _close(observer: RunObserver, lifeline: Lifeline, exit_code: int) -> None:
     """Close the observer of a failed run, after the workers have ended.
 
     Blocks: for `OBSERVER_CLOSE_S` at most; then the process ends.
@@ -134,8 +134,7 @@ def _close(observer: RunObserver | None, lifeline: Lifeline, exit_code: int) -> 
     timer.start()
     # An error here, such as a full disk, must not hide why the run ended.
     with contextlib.suppress(Exception):
-        if observer is not None:
-            observer.close()
+        observer.close()
     timer.cancel()
 
 
