@@ -97,7 +97,9 @@ class Controller:
         self._run = run
         self._dispatcher = dispatcher
         self._planned = planned or {}
-        self._loop = StepLoop(run, dispatcher, observer, self._wake_for_checkpoint)
+        self._loop = StepLoop(
+            run, dispatcher, observer, lambda roles: self._sleepers.wake_for_checkpoint(roles)
+        )
         self._sleepers = Sleepers(sleep, self._loop.timed, self._loop.on_receipts)
         self._handles: dict[str, Handle] = {}
 
@@ -233,11 +235,6 @@ class Controller:
         Blocks: until the last checkpoint is complete.
         """
         self._loop.close()
-
-    def _wake_for_checkpoint(self, parts: Mapping[str, CheckpointPart]) -> None:
-        """Wake the roles among the parts of a checkpoint."""
-        handles = [part for part in parts.values() if isinstance(part, Handle)]
-        self._sleepers.wake_for_checkpoint(handles)
 
     def _record_contracts(self, name: str, answers: dict[int, Packed]) -> None:
         """Record the numeric contracts that the ranks of a role answered with, if it has them."""

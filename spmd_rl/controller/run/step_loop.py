@@ -38,9 +38,9 @@ class StepLoop:
         run: RunConfig,
         dispatcher: Dispatcher,
         observer: RunObserver | None,
-        wake: Callable[[Mapping[str, CheckpointPart]], None],
+        wake: Callable[[Sequence[Handle]], None],
     ) -> None:
-        """`wake` has the roles among the parts of a checkpoint awake, to be saved or loaded."""
+        """`wake` has the roles of a checkpoint awake, to be saved or loaded."""
         self._run = run
         self._dispatcher = dispatcher
         self._observer = observer or RunObserver()
@@ -54,22 +54,24 @@ class StepLoop:
         self.num_done = 0  # steps that the loop has taken, in this start of the run or before
         self._wake = wake
         self._parts: Mapping[str, CheckpointPart] = {}
+        self._roles: dict[str, Handle] = {}  # those among the parts
         self._step: LoopStep | None = None  # the step that is under way
         self._is_ending = False  # before the last step
         self._resumed_from = ""  # the checkpoint, and what cannot go on bit for bit
 
     def resume(self, parts: Mapping[str, CheckpointPart]) -> int:
         """Load the newest checkpoint into `parts`; return the step to continue with."""
-        for name, part in parts.items():
-            if isinstance(part, Handle) and Saver not in part.capabilities:
+        self._parts = parts
+        self._roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
+        for name, role in self._roles.items():
+            if Saver not in role.capabilities:
                 raise ConfigError(
                     f"the role '{name}' cannot be part of a checkpoint: "
                     "let its class inherit from rl.Saver"
                 )
-        self._parts = parts
         self._dispatcher.final_message.newest_step = self._checkpoints.newest
         if self._checkpoints.newest() is not None:
-            self._wake(parts)
+            self._wake([*self._roles.values()])
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0
@@ -132,8 +134,8 @@ class StepLoop:
         if self._step is not None:
             self._end(self._step, last=True)
         self._checkpoints.wait_until_complete()
-        for part in self._parts.values():
-            if isinstance(part, ClosablePart) and not isinstance(part, Handle):
+        for name, part in self._parts.items():
+            if name not in self._roles and isinstance(part, ClosablePart):
                 part.close()
 
     def record(self, metrics: Mapping[str, float]) -> None:
@@ -204,7 +206,7 @@ class StepLoop:
         if termination.error is not None:
             self._save_and_end(state)
         if self._parts and is_due:
-            self._wake(self._parts)
+            self._wake([*self._roles.values()])
             with self.timed("save"):
                 self._checkpoints.save(state, self._parts)
 
@@ -229,7 +231,7 @@ class StepLoop:
         termination.lost_work = (
             f"; the checkpoint after step {state.next_step} was not whole in time"
         )
-        self._wake(self._parts)
+        self._wake([*self._roles.values()])
         self._checkpoints.save(state, self._parts)
         self._checkpoints.wait_until_complete()
         error = termination.error_with(
@@ -242,17 +244,16 @@ class StepLoop:
 
     def _differences(self, state: CheckpointState) -> list[str]:
         """Return why the run will not continue bit for bit; empty when it will."""
-        handles = {name: part for name, part in self._parts.items() if isinstance(part, Handle)}
         differences = []
-        for name, handle in handles.items():
-            now = handle.saved_axes
+        for name, role in self._roles.items():
+            now = role.saved_axes
             saved = state.roles.get(name, now)
             if saved != now:
                 differences.append(f"{name} from {_axes_text(saved)} to {_axes_text(now)}")
         if state.seed != self._run.seed:
             differences.append(f"seed from {state.seed} to {self._run.seed}")
-        for handle in handles.values():
-            differences += handle.resume_differences.call()
+        for role in self._roles.values():
+            differences += role.resume_differences.call()
         return differences
 
 
