@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_rl.controller.capabilities import Sleeper
 from spmd_rl.controller.handle import Handle
-from spmd_rl.mesh.split import Placement
+from spmd_rl.mesh.split import Placement, disjoint
 from spmd_rl.offload.phases import ALL, CONCURRENT, Phases, RoleSleep, Tags
 from spmd_rl.offload.residency import Receipt
 
@@ -65,7 +65,7 @@ class Sleepers:
             {
                 handle: self._always_awake(handle)
                 for handle in self._sleepers()
-                if handle.name in named and _share_ranks(handle.placement, placement)
+                if handle.name in named and not disjoint(handle.placement, placement)
             }
         )
 
@@ -82,7 +82,7 @@ class Sleepers:
             if handle.name in self.policy.phases.roles:
                 tags = _tags(handle, awake.get(handle.name, ()))
                 has_company = any(
-                    _share_ranks(handle.placement, other.placement)
+                    not disjoint(handle.placement, other.placement)
                     for other in self._handles
                     if other is not handle and awake.get(other.name)
                 )
@@ -95,15 +95,15 @@ class Sleepers:
         for handle in self._sleepers():
             if handle in awake:
                 wanted[handle] = set(handle.memory_tags)
-            elif any(_share_ranks(handle.placement, other.placement) for other in awake):
+            elif any(not disjoint(handle.placement, other.placement) for other in awake):
                 wanted[handle] = set()
         self._apply(wanted)
 
     def wake_for_checkpoint(self, handles: Sequence[Handle]) -> None:
         """Wake the roles that a checkpoint is made of, if one of them has memory asleep."""
-        sleeping = [handle for handle in self._sleepers() if self._asleep(handle)]
-        if any(handle in handles for handle in sleeping):
-            self.wake_only(handles)
+        for handle in self._sleepers():
+            if handle in handles and self._awake[handle.name] < set(handle.memory_tags):
+                self.wake_only(handles)
 
     def _sleepers(self) -> Iterable[Handle]:
         if not self.policy.sleeps:
@@ -115,13 +115,10 @@ class Sleepers:
         phases = self.policy.phases.awake.values()
         return set.intersection(*(_tags(handle, awake.get(handle.name, ())) for awake in phases))
 
-    def _asleep(self, handle: Handle) -> set[str]:
-        return set(handle.memory_tags) - self._awake[handle.name]
-
     def _apply(self, wanted: dict[Handle, set[str]]) -> None:
         """Give each role the tags that are to be awake: all that sleep go before all that wake."""
-        sleeping = {one: self._awake[one.name] - tags for one, tags in wanted.items()}
-        waking = {one: tags - self._awake[one.name] for one, tags in wanted.items()}
+        sleeping = {role: self._awake[role.name] - tags for role, tags in wanted.items()}
+        waking = {role: tags - self._awake[role.name] for role, tags in wanted.items()}
         self._call("sleep", sleeping)
         self._call("wake", waking)
 
@@ -134,19 +131,12 @@ class Sleepers:
         if not tags_of:
             return
         with self._timed(what):
-            calls = [(one, _start(one, what, tags)) for one, tags in tags_of.items()]
+            calls = [(role, _start(role, what, tags)) for role, tags in tags_of.items()]
             for handle, call in calls:
                 receipts = call.wait()
-                if what == "sleep":
-                    self._awake[handle.name] -= tags_of[handle]
-                else:
-                    self._awake[handle.name] |= tags_of[handle]
+                self._awake[handle.name] ^= tags_of[handle]  # these tags change sides
                 if receipts:
                     self._on_receipts(what, handle.name, receipts)
-
-
-def _share_ranks(one: Placement, other: Placement) -> bool:
-    return not set(one.ranks).isdisjoint(other.ranks)
 
 
 def _tags(handle: Handle, awake: Tags) -> set[str]:
