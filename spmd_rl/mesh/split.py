@@ -14,7 +14,6 @@ share experts, and so do those of native engines. Along `etp`, ranks share each 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,7 +160,7 @@ def plan_split(split: Any, world_size: int) -> Placements:
     it calls `SEPARATE` shares no rank with another.
     Raises: PlanError with the arithmetic, when ranks or axes do not fit.
     """
-    roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
+    roles: dict[str, RoleSplit] = dict(split if isinstance(split, Mapping) else vars(split))
     optional = getattr(split, "OPTIONAL", ())
     roles = {name: role for name, role in roles.items() if role.ranks or name not in optional}
     ranks_of = _ranks_by_role(roles, world_size)
@@ -183,10 +182,6 @@ def disjoint(a: Placement, b: Placement) -> bool:
 def colocated(a: Placement, b: Placement) -> bool:
     """Whether the same processes serve both roles."""
     return set(a.ranks) == set(b.ranks)
-
-
-def _fields(split: Any) -> dict[str, RoleSplit]:
-    return {entry.name: getattr(split, entry.name) for entry in dataclasses.fields(split)}
 
 
 def _ranks_by_role(roles: Mapping[str, RoleSplit], world_size: int) -> dict[str, range]:

@@ -112,11 +112,9 @@ class Router:
         """Pass these signals to the listener. Call it on the main thread only."""
         self._loop.wakeup.catch_signals(*numbers)
 
-    def post(
-        self, ranks: Sequence[int], message: ChannelMessage, value: Packed = NOTHING, call: int = 0
-    ) -> None:
+    def post(self, ranks: Sequence[int], message: ChannelMessage) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.post_each(encode(message), [(tuple(ranks), value)], call)
+        self.post_each(encode(message), [(tuple(ranks), NOTHING)])
 
     def post_each(
         self, header: bytes, values: Values, call: int = 0, also: Sequence[Post] = ()

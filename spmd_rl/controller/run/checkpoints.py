@@ -182,8 +182,7 @@ class Checkpoints:
 
     def _clear_up(self, incomplete: Iterable[Path], others_exist: bool) -> None:
         for path in sorted(incomplete):
-            subfolders = [entry.name for entry in path.iterdir() if entry.is_dir()]
-            parts = [name for name in subfolders if not name.startswith(".")]
+            parts = [part.name for part in path.glob("[!.]*") if part.is_dir()]
             if (path / UNFINISHED_FILE).is_file() or not parts:
                 atomic_write.remove_folder(path)
             elif not others_exist:

@@ -184,7 +184,7 @@ def test_a_dealer_that_does_not_wait_returns_all_commands_that_are_here(
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
         assert dealer.next(wait=False) == []
         for number in range(1, 6):
-            router.post([0], Call("role", "go"), NOTHING, number)
+            router.post_each(encode(Call("role", "go")), [((0,), NOTHING)], number)
         received = dealer.next()
         assert [number for _, _, number in received] == [1]
         while len(received) < 5:
