@@ -63,7 +63,9 @@ def controller(address: str, generation: int, keys: secret.Keys) -> None:
 def worker(endpoint: str, generation: int, rank: int, keys: secret.Keys) -> None:
     hello = Hello(rank, socket.gethostname(), os.getpid())
     lifecycle = WorkerLifecycle(endpoint, keys, generation, hello)
-    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(lifecycle)  # type: ignore[arg-type]
+    alone = SimpleNamespace(shard_size=1, shard_rank=0)
+    echo = Echo(None, alone)  # type: ignore[arg-type]
+    Worker(SimpleNamespace(neighbours={NAME: echo})).serve(lifecycle)  # type: ignore[arg-type]
     lifecycle.dealer.post(Bye())
     lifecycle.close()
 
