@@ -192,7 +192,11 @@ class Signature:
         self.is_deferred = typing.get_origin(hints["return"]) is Deferred
         if self.is_deferred:
             (hints["return"],) = typing.get_args(hints["return"])
-        self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
+        self.sharded = {
+            name: typing.get_args(hint)[0]
+            for name, hint in hints.items()
+            if _SHARDED in getattr(hint, "__metadata__", ())
+        }
         self._is_sharded = [name in self.sharded for name in self.names]
         self.scatters = any(self._is_sharded)
         self.gathers = "return" in self.sharded
@@ -300,23 +304,13 @@ def join(parts: list[Any], annotation: Any) -> Any:
     """Invert `shard`; another class may define a static method `join(parts)`."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
-    if isinstance(parts[0], list):
+    if isinstance(parts[0], list | tuple):
         joined: list[Any] = []
         for part in parts:
             joined += part
-        return joined
-    if isinstance(parts[0], tuple):
-        return tuple(item for part in parts for item in part)
+        return joined if isinstance(parts[0], list) else tuple(joined)
     if hasattr(annotation, "join"):
         return annotation.join(parts)
     raise ContractError(
         f"{annotation} results cannot be joined: it is no list or array and has no join(parts)"
     )
-
-
-def _is_sharded(hint: Any) -> bool:
-    return _SHARDED in getattr(hint, "__metadata__", ())
-
-
-def _element(hint: Any) -> Any:
-    return typing.get_args(hint)[0]
