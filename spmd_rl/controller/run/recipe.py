@@ -70,14 +70,7 @@ class Invocation:
         parser.add_argument("--verbose", action="store_true")
         flags, rest = parser.parse_known_args(words)
         require_counts(flags, {"nproc": 1, "max_restarts": 0})
-        return cls(
-            recipe=flags.recipe,
-            config=flags.config,
-            nproc=flags.nproc,
-            max_restarts=flags.max_restarts,
-            verbose=flags.verbose,
-            overrides=overrides_of(rest),
-        )
+        return cls(**vars(flags), overrides=overrides_of(rest))
 
 
 @dataclass(frozen=True)
