@@ -18,7 +18,7 @@ from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.link import Link, connect, link_placement, prepare
+from spmd_rl.controller.link import Link, connect, link_placement
 from spmd_rl.controller.run.checkpoints import CheckpointPart
 from spmd_rl.controller.run.evaluations import Schedule
 from spmd_rl.controller.run.step_loop import StepLoop
@@ -153,7 +153,7 @@ class Controller:
         cfg = WeightSyncConfig(ends[0].name, ends[1].name, alias and not sleeps)
         weight_sync = self.spawn(WeightSync, cfg, on=placement)
         layouts = connect(weight_sync, placement, self.run_folder, self._run.exact)
-        plan = prepare(weight_sync, layouts, self.world.nodes())
+        plan = weight_sync.prepare.call(layouts, self.world.nodes())
         names = cfg.source, cfg.destination
         return Link(weight_sync, plan, names, self._run, self._loop.record)
 

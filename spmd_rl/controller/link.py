@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmd_rl.config.run import RunConfig
@@ -179,7 +179,7 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
 def connect(
     weight_sync: WeightSync, placement: Placement, run_folder: Path, exact: bool
 ) -> list[RankLayouts]:
-    """Have the ranks of a link compare their numeric contracts, and return their layouts.
+    """Have the ranks of a link compare their numeric contracts, and return their layouts alone.
 
     Raises: ContractError if they must be `exact` and could not have the same bits.
     """
@@ -192,13 +192,4 @@ def connect(
     record_contracts(run_folder, placement.name, contracts, exact)
     if exact and (facts := not_promised(contracts)):
         print(f"{placement.name}: equal bits are not promised here: {facts}", flush=True)
-    return layouts
-
-
-def prepare(
-    weight_sync: WeightSync, layouts: list[RankLayouts], nodes: Mapping[int, int]
-) -> PlanSummary:
-    """Have the ranks of a link agree on the plan of its pushes."""
-    sources = [of_rank.source for of_rank in layouts if of_rank.source is not None]
-    destinations = [of_rank.destination for of_rank in layouts if of_rank.destination is not None]
-    return weight_sync.prepare.call(sources, destinations, dict(nodes))
+    return [replace(of_rank, contracts={}) for of_rank in layouts]

@@ -97,9 +97,7 @@ class WeightSync(Role):
         return [RankLayouts(source, destination, contracts)]
 
     @collective
-    def prepare(
-        self, sources: list[LayoutRules], destinations: list[LayoutRules], nodes: dict[int, int]
-    ) -> PlanSummary:
+    def prepare(self, layouts: list[RankLayouts], nodes: dict[int, int]) -> PlanSummary:
         """Plan the pushes, and share memory where both ends of this process hold the same box.
 
         A destination that shares memory is stale from each change of the source to the next push,
@@ -108,6 +106,8 @@ class WeightSync(Role):
         from spmd_rl.weights.executors import alias
 
         ends = self._ends
+        sources = [rank.source for rank in layouts if rank.source is not None]
+        destinations = [rank.destination for rank in layouts if rank.destination is not None]
         self._plan = plan_moves(sources, destinations, nodes, ends.rank)
         if self.cfg.alias and ends.source is not None and ends.sink is not None:
             self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
