@@ -31,12 +31,7 @@ from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.lifecycle.error_messages import failure_of
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.live_counts import sum_counts
-from spmd_rl.controller.running_calls import (
-    DeferredCall,
-    LocalEndpoint,
-    RunningCalls,
-    bind,
-)
+from spmd_rl.controller.running_calls import DeferredCall, LocalEndpoint, RunningCalls, bind
 from spmd_rl.controller.turns.join import shard_turns, step_turns
 from spmd_rl.controller.turns.shard_turns import LostTurnError, ShardTurns
 from spmd_rl.controller.turns.step_turns import StepTurns
