@@ -112,10 +112,10 @@ class ControllerProcess:
             for line in lines:
                 record = json.loads(line)
                 if "endpoint" in record:
-                    self._addresses.put(Address(record["endpoint"], record["generation"]))
+                    self._addresses.put(Address(**record))
                 else:
                     # the controller itself removes the private folder
-                    end_process(record["sentence"], record["exit_code"])
+                    end_process(**record)
         code = self._process.wait()
         if code and not self._killed:
             shutil.rmtree(self._folder, ignore_errors=True)
