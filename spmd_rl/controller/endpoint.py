@@ -192,11 +192,7 @@ class Signature:
         self.is_deferred = typing.get_origin(hints["return"]) is Deferred
         if self.is_deferred:
             (hints["return"],) = typing.get_args(hints["return"])
-        self.sharded = {
-            name: typing.get_args(hint)[0]
-            for name, hint in hints.items()
-            if _SHARDED in getattr(hint, "__metadata__", ())
-        }
+        self.sharded = _sharded(hints)
         self._is_sharded = [name in self.sharded for name in self.names]
         self.scatters = any(self._is_sharded)
         self.gathers = "return" in self.sharded
@@ -314,3 +310,12 @@ def join(parts: list[Any], annotation: Any) -> Any:
     raise ContractError(
         f"{annotation} results cannot be joined: it is no list or array and has no join(parts)"
     )
+
+
+def _sharded(hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types of what is Sharded, by the names of parameters."""
+    return {
+        name: typing.get_args(hint)[0]
+        for name, hint in hints.items()
+        if _SHARDED in getattr(hint, "__metadata__", ())
+    }

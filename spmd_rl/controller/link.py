@@ -142,17 +142,21 @@ def _sentence(found: WeightMismatch, what: str, source: str, destination: str) -
     )
 
 
+def _route(copied_bytes: int, received_bytes: int) -> str:
+    sizes = {"copy": copied_bytes, "buckets": received_bytes}
+    return "+".join(name for name, size in sizes.items() if size) or "alias"
+
+
 def _stats(ranks: list[RankPush], seconds: float) -> PushStats:
     copied = sum(rank.traffic.copied_bytes for rank in ranks)
     received = sum(rank.traffic.received_bytes for rank in ranks)
-    routes = [name for name, size in (("copy", copied), ("buckets", received)) if size]
     checks = [rank.verification for rank in ranks if rank.verification is not None]
     num_verified = sum(check.num_equal for check in checks)
     num_shared = sum(check.num_shared for check in checks)
     return PushStats(
         copied + received,
         seconds,
-        "+".join(routes) or "alias",
+        _route(copied, received),
         num_tensors=num_verified + num_shared + sum(check.num_unknown for check in checks),
         num_verified=num_verified,
         num_shared=num_shared,

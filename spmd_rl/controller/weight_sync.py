@@ -106,9 +106,7 @@ class WeightSync(Role):
         from spmd_rl.weights.executors import alias
 
         ends = self._ends
-        sources = [rank.source for rank in layouts if rank.source is not None]
-        destinations = [rank.destination for rank in layouts if rank.destination is not None]
-        self._plan = plan_moves(sources, destinations, nodes, ends.rank)
+        self._plan = _plan_of(layouts, nodes, ends.rank)
         if self.cfg.alias and ends.source is not None and ends.sink is not None:
             self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
         if self._ends.shared and self._provider is not None:
@@ -168,3 +166,10 @@ class WeightSync(Role):
         if self._plan is None:
             raise ContractError("weights cannot be transferred before `prepare` has planned it")
         return self._plan
+
+
+def _plan_of(layouts: list[RankLayouts], nodes: dict[int, int], rank: int) -> WeightPlan:
+    """Return the plan of `rank` for pushes between all ranks of these layouts."""
+    sources = [ends.source for ends in layouts if ends.source is not None]
+    destinations = [ends.destination for ends in layouts if ends.destination is not None]
+    return plan_moves(sources, destinations, nodes, rank)
