@@ -42,18 +42,10 @@ def _word_count_range(text: str, given: Arguments) -> bool:
     return int(given["min_words"]) <= count <= int(given["max_words"])
 
 
-def _unique_word_count(text: str, given: Arguments) -> bool:
-    return len({word.strip(_AROUND) for word in text.lower().split()}) >= int(given["N"])
-
-
 def _conjunctions(text: str, given: Arguments) -> bool:
     """As published, spellings with other capitals or punctuation count as others."""
     found = {word for word in text.split() if word.strip(_AROUND).lower() in _CONJUNCTIONS}
     return len(found) >= int(given["small_n"])
-
-
-def _numbers(text: str, given: Arguments) -> bool:
-    return len(re.findall(r"\d+", text.translate(_PUNCTUATION))) == int(given["N"])
 
 
 def _punctuation(text: str, _: Arguments) -> bool:
@@ -62,11 +54,6 @@ def _punctuation(text: str, _: Arguments) -> bool:
         return False
     rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
     return all(mark in rest for mark in ".,!?;:")
-
-
-def _pronouns(text: str, given: Arguments) -> bool:
-    words = _plain_words(text.replace("/", " "))
-    return sum(word in _PRONOUNS for word in words) >= int(given["N"])
 
 
 def _keywords_multiple(text: str, given: Arguments) -> bool:
@@ -95,31 +82,9 @@ def _vowel(text: str, _: Arguments) -> bool:
     return "\n" not in inner and len(set("aeiou") & set(inner.lower())) <= 3
 
 
-def _consonants(text: str, _: Arguments) -> bool:
-    return all(_CONSONANTS.search(word) for word in text.lower().split())
-
-
-def _palindrome(text: str, _: Arguments) -> bool:
-    return sum(len(word) >= 5 and word == word[::-1] for word in _plain_words(text)) >= 10
-
-
-def _prime_lengths(text: str, _: Arguments) -> bool:
-    return all(len(word) in _PRIMES for word in text.translate(_PUNCTUATION).split())
-
-
-def _repeats(text: str, given: Arguments) -> bool:
-    counts = Counter(_plain_words(text))
-    return max(counts.values(), default=0) <= int(given["small_n"])
-
-
 def _paragraph_last_first(text: str, _: Arguments) -> bool:
     lines = [line.strip().lower().strip(_AROUND).split() for line in text.split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
-
-
-def _no_consecutive(text: str, _: Arguments) -> bool:
-    letters = [word[0] for word in _plain_words(text)]
-    return all(one != other for one, other in pairwise(letters))
 
 
 def _newline(text: str, _: Arguments) -> bool:
@@ -128,22 +93,10 @@ def _newline(text: str, _: Arguments) -> bool:
     return sum(line != "" for line in plain.split("\n")) == len(plain.split())
 
 
-def _list(text: str, given: Arguments) -> bool:
-    return len(re.findall(re.escape(given["sep"]), text)) >= 2
-
-
 def _thesis(text: str, _: Arguments) -> bool:
     parts = _OPENED.split(text, maxsplit=1)
     thesis, *rest = _CLOSED.split(parts[-1], maxsplit=1)
     return len(parts) == 2 and bool(thesis.strip() and rest and rest[0].strip())
-
-
-def _output_template(text: str, _: Arguments) -> bool:
-    return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
-
-
-def _no_whitespace(text: str, _: Arguments) -> bool:
-    return not any(letter.isspace() for letter in text)
 
 
 def _repeat_change(text: str, given: Arguments) -> bool:
@@ -154,18 +107,6 @@ def _repeat_change(text: str, given: Arguments) -> bool:
 def _repeat_span(text: str, given: Arguments) -> bool:
     span = slice(int(given["n_start"]), int(given["n_end"]))
     return text.lower().split() == given["prompt_to_repeat"].lower().split()[span]
-
-
-def _character_reverse(text: str, _: Arguments) -> bool:
-    return "elgae dlab" in text.lower()
-
-
-def _multiples(text: str, _: Arguments) -> bool:
-    return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
-
-
-def _date_format_list(text: str, _: Arguments) -> bool:
-    return all(_is_napoleonic(part.strip()) for part in text.strip().split(","))
 
 
 def _is_napoleonic(text: str) -> bool:
@@ -189,31 +130,53 @@ def _csv_city(text: str, _: Arguments) -> bool:
 
 CHECKS: dict[str, Check] = {
     "count:word_count_range": _word_count_range,
-    "count:unique_word_count": _unique_word_count,
+    "count:unique_word_count": lambda text, given: (
+        len({word.strip(_AROUND) for word in text.lower().split()}) >= int(given["N"])
+    ),
     "count:conjunctions": _conjunctions,
-    "count:numbers": _numbers,
+    "count:numbers": lambda text, given: (
+        len(re.findall(r"\d+", text.translate(_PUNCTUATION))) == int(given["N"])
+    ),
     "count:punctuation": _punctuation,
-    "count:pronouns": _pronouns,
+    "count:pronouns": lambda text, given: (
+        sum(word in _PRONOUNS for word in _plain_words(text.replace("/", " "))) >= int(given["N"])
+    ),
     "count:keywords_multiple": _keywords_multiple,
     "count:words_japanese": _words_japanese,
     "words:alphabet": _alphabet,
     "words:vowel": _vowel,
-    "words:consonants": _consonants,
-    "words:palindrome": _palindrome,
-    "words:prime_lengths": _prime_lengths,
-    "words:repeats": _repeats,
+    "words:consonants": lambda text, _: all(
+        _CONSONANTS.search(word) for word in text.lower().split()
+    ),
+    "words:palindrome": lambda text, _: (
+        sum(len(word) >= 5 and word == word[::-1] for word in _plain_words(text)) >= 10
+    ),
+    "words:prime_lengths": lambda text, _: all(
+        len(word) in _PRIMES for word in text.translate(_PUNCTUATION).split()
+    ),
+    "words:repeats": lambda text, given: (
+        max(Counter(_plain_words(text)).values(), default=0) <= int(given["small_n"])
+    ),
     "words:paragraph_last_first": _paragraph_last_first,
-    "words:no_consecutive": _no_consecutive,
+    "words:no_consecutive": lambda text, _: all(
+        word[0] != following[0] for word, following in pairwise(_plain_words(text))
+    ),
     "format:newline": _newline,
-    "format:list": _list,
+    "format:list": lambda text, given: len(re.findall(re.escape(given["sep"]), text)) >= 2,
     "format:thesis": _thesis,
-    "format:output_template": _output_template,
-    "format:no_whitespace": _no_whitespace,
+    "format:output_template": lambda text, _: all(
+        part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
+    "format:no_whitespace": lambda text, _: not any(letter.isspace() for letter in text),
     "repeat:repeat_change": _repeat_change,
     "repeat:repeat_span": _repeat_span,
-    "custom:character_reverse": _character_reverse,
-    "custom:multiples": _multiples,
-    "custom:date_format_list": _date_format_list,
+    "custom:character_reverse": lambda text, _: "elgae dlab" in text.lower(),
+    "custom:multiples": lambda text, _: (
+        re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
+    ),
+    "custom:date_format_list": lambda text, _: all(
+        _is_napoleonic(part.strip()) for part in text.strip().split(",")
+    ),
     "custom:csv_city": _csv_city,
     **SENTENCE_CHECKS,
     **LAYOUT_CHECKS,

