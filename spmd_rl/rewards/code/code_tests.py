@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.code.code_drivers import ASSERT, CALL
@@ -25,22 +25,13 @@ FORMS = (
 )
 
 
-class CodeTest(Protocol):
-    """One test. `driver` is the program that runs in place of the model's; "": its own."""
-
-    @property
-    def driver(self) -> str: ...
-
-    @property
-    def stdin(self) -> bytes: ...
-
-    def passes(self, outcome: Outcome) -> bool:
-        """Return whether what the program printed is right; it has ended with exit code 0."""
-
-
 @dataclass(frozen=True)
 class PairTest:
-    """A text for stdin, and what is to be printed then."""
+    """A text for stdin, and what is to be printed then.
+
+    A test's `driver` is the program that runs in place of the model's; "": its own. `passes` says
+    whether what was printed is right, of a program that has ended with exit code 0.
+    """
 
     input: str
     output: str
@@ -90,6 +81,9 @@ class AssertTest:
 
     def passes(self, outcome: Outcome) -> bool:
         return outcome.output == self._token.encode()
+
+
+CodeTest = PairTest | CallTest | AssertTest
 
 
 def read_tests(prompt: Prompt) -> list[CodeTest]:
