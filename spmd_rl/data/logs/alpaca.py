@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.data.logs.form import Json, get, message, record
+from spmd_rl.data.logs.form import Json, get, items_of, message, record
 from spmd_rl.errors import DataError
 
 _DOLLY = {"context": "input", "response": "output"}
@@ -22,8 +22,8 @@ def read(row: Json) -> Json:
     if below := get(given, "input", str, ""):
         question = f"{question}\n{below}" if question else below
     messages = [message("system", system)] if system else []
-    for index, turn in enumerate(get(given, "history", list, "")):
-        messages += _turn(turn, f"history[{index}]")
+    for where, turn in items_of(given, "history"):
+        messages += _turn(turn, where)
     messages += _turn([question, get(given, "output", str, "")], "")
     return record(row, USED, messages, [])
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs.form import (
     Json,
     call,
+    called,
+    calls_of,
     exchange,
     get,
+    items_of,
     message,
     others,
     record,
@@ -16,8 +20,8 @@ from spmd_rl.data.logs.form import (
     said,
     text_of,
     tool,
+    turn,
 )
-from spmd_rl.data.render.messages import object_of
 
 USED = ("messages", "system", "tools", "request", "body", "response", "content")
 
@@ -33,47 +37,31 @@ def read(row: Json) -> Json:
     messages: list[Json] = []
     if request.get("system") is not None:
         messages.append(message("system", text_of(request["system"], "system")))
-    for index, item in enumerate(items):
-        where = f"messages[{index}]"
+    for where, item in items_of({"messages": items}, "messages"):
         role = get(item, "role", str, where)
         content = item.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        blocks = get({"content": blocks}, "content", list, where)
-        if role == "assistant":
-            messages.append(_read_assistant(item, blocks, where))
-        else:
-            messages += _read_user(role, blocks, f"{where}.content")
-    tools = [_read_tool(item, f"tools[{i}]") for i, item in enumerate(request.get("tools") or [])]
+        parts = _parts(role, {"content": blocks}, where)
+        messages += turn(role, parts, **(said(item, where) if role == "assistant" else {}))
+    tools = [_read_tool(item, where) for where, item in items_of(request, "tools", needed=False)]
     return record(row | request, USED, messages, tools)
 
 
-def _read_user(role: str, blocks: list[Any], where: str) -> list[Json]:
-    results, texts = [], []
-    for index, block in enumerate(blocks):
-        place = f"{where}[{index}]"
-        if get(block, "type", str, place) == "tool_result":
-            text = text_of(block.get("content"), f"{place}.content")
-            used = get(block, "tool_use_id", str, place)
-            results.append(message("tool", text, tool_call_id=used))
-        else:
-            texts.append(text_of([block], place))
-    return results + ([message(role, "".join(texts))] if texts or not results else [])
-
-
-def _read_assistant(item: Json, blocks: list[Any], where: str) -> Json:
-    texts, calls = [], []
-    for index, block in enumerate(blocks):
-        place = f"{where}.content[{index}]"
+def _parts(role: str, item: Json, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a turn but for its thoughts. Raises: DataError for those of others."""
+    for place, block in items_of(item, "content", where):
         kind = get(block, "type", str, place)
         if kind == "text":
-            texts.append(get(block, "text", str, place))
-        elif kind == "tool_use":
-            name = get(block, "name", str, place)
-            arguments = object_of(f"{place}.input", block.get("input"))
-            calls.append(call(get(block, "id", str, place), name, arguments))
-        elif kind not in ("thinking", "redacted_thinking"):
+            yield "text", get(block, "text", str, place)
+        elif kind == "tool_use" and role == "assistant":
+            name, arguments = called(block, "input", place)
+            yield "call", call(get(block, "id", str, place), name, arguments)
+        elif kind == "tool_result" and role != "assistant":
+            text = text_of(block.get("content"), f"{place}.content")
+            used = get(block, "tool_use_id", str, place)
+            yield "result", message("tool", text, tool_call_id=used)
+        elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
             refuse_part(kind, place)
-    return message("assistant", "".join(texts), tool_calls=calls, **said(item, where))
 
 
 def _read_tool(item: Any, where: str) -> Json:
@@ -114,10 +102,8 @@ def _write_content(item: Json) -> str | list[Json]:
         return str(text)
     blocks: list[Json] = [{"type": "thinking", "thinking": thought}] if thought else []
     blocks += [{"type": "text", "text": text}] if text else []
-    for made in item.get("tool_calls", []):
-        function = made["function"]
-        used = {"id": made["id"], "name": function["name"], "input": function["arguments"]}
-        blocks.append({"type": "tool_use", **used})
+    for call_id, name, arguments in calls_of(item):
+        blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
     return blocks
 
 

@@ -9,10 +9,11 @@ the user's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from spmd_rl.data.message_fields import plain_fields, says_something, weight_of
+from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 Json = dict[str, Any]
@@ -36,13 +37,34 @@ def get(row: Any, key: str, kind: type, where: str) -> Any:
     return row[key]
 
 
+def items_of(
+    row: Any, key: str, where: str = "", *, needed: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Yield where each item of the list `row[key]` stands, and the item.
+
+    Raises: DataError for what is no list, and for none where one is needed.
+    """
+    if needed or row.get(key):
+        path = f"{where}.{key}" if where else key
+        for number, item in enumerate(get(row, key, list, where)):
+            yield f"{path}[{number}]", item
+
+
+def only(response: Json, key: str) -> Any:
+    """Return the one item of the list `response[key]`. Raises: DataError for more or less."""
+    items = get(response, key, list, "response")
+    if len(items) != 1:
+        raise DataError(f"response.{key}", f"expected one, got {len(items)}")
+    return items[0]
+
+
 def exchange(row: Json, reply: str) -> tuple[Json, Any]:
     """Return the request of a row and the response to it, or None: a text, or an object.
 
     The request is the row itself, or its "request" or "body". The response stands beside it, and
     `reply` is the key that has what was answered, which may be in the row itself.
     """
-    name = next((one for one in ("request", "body") if one in row), "")
+    name = next((key for key in ("request", "body") if key in row), "")
     response = row.get("response", row if reply in row else None)
     if isinstance(response, dict) and isinstance(response.get("body"), dict):
         response = response["body"]
@@ -59,10 +81,12 @@ def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str
         return content
     if not isinstance(content, list):
         raise DataError(where, f"expected text or parts, got {type(content).__name__}")
-    for index, part in enumerate(content):
-        if get(part, "type", str, f"{where}[{index}]") not in kinds:
-            refuse_part(part["type"], f"{where}[{index}]")
-    return "".join(get(part, "text", str, f"{where}[{i}]") for i, part in enumerate(content))
+    texts = []
+    for place, part in items_of({where: content}, where):
+        if get(part, "type", str, place) not in kinds:
+            refuse_part(part["type"], place)
+        texts.append(get(part, "text", str, place))
+    return "".join(texts)
 
 
 def refuse_part(kind: str, where: str) -> NoReturn:
@@ -84,6 +108,33 @@ def call(call_id: str, name: str, arguments: Json) -> Json:
     }
 
 
+def called(given: Any, key: str, where: str) -> tuple[str, Json]:
+    """Return name and arguments of a call, which `key` names. Raises: DataError."""
+    name = get(given, "name", str, where)
+    return name, object_of(f"{where}.{key}", given.get(key))
+
+
+def calls_of(item: Json) -> Iterator[tuple[str, str, Json]]:
+    """Yield id, name and arguments of each call of a message in our form."""
+    for made in item.get("tool_calls", ()):
+        yield made["id"], made["function"]["name"], made["function"]["arguments"]
+
+
+def turn(role: str, parts: Iterable[tuple[str, Any]], **marks: Any) -> list[Json]:
+    """Return the messages of a turn, of which each part has a kind and a value.
+
+    Results of tools are messages of their own, and stand before the text.
+    """
+    found: dict[str, list[Any]] = {"text": [], "thought": [], "call": [], "result": []}
+    for kind, value in parts:
+        found[kind].append(value)
+    text, results = "".join(found["text"]), found["result"]
+    if role == "assistant":
+        said_marks = {"reasoning_content": "".join(found["thought"])} | marks
+        return [message(role, text, tool_calls=found["call"], **said_marks)]
+    return results + ([message(role, text)] if found["text"] or not results else [])
+
+
 def message(role: str, content: str, **others: Any) -> Json:
     """Return a message in our form, without those of `others` that are empty."""
     kept = {k: v for k, v in others.items() if says_something(v)}
@@ -92,10 +143,9 @@ def message(role: str, content: str, **others: Any) -> Json:
 
 def functions(request: Json) -> Iterator[tuple[str, Any]]:
     """Yield where each tool stands and the tool, but for those of `other_tools`."""
-    tools = get(request, "tools", list, "") if request.get("tools") else []
-    for index, item in enumerate(tools):
+    for where, item in items_of(request, "tools", needed=False):
         if not other_tools([item]):
-            yield f"tools[{index}]", item
+            yield where, item
 
 
 def other_tools(tools: list[Any]) -> tuple[str, ...]:
@@ -130,14 +180,11 @@ def others(record: Json, written: Json) -> Json:
 
 def check(row: Json, where: str = "") -> None:
     """Raises: DataError unless this is a record in our form."""
-    messages = get(row, "messages", list, where)
-    if not messages:
+    if not get(row, "messages", list, where):
         raise DataError(f"{where}.messages", "there is no message")
-    for index, item in enumerate(messages):
-        _check_message(item, f"{where}.messages[{index}]")
-    tools = [] if row.get("tools") is None else get(row, "tools", list, where)
-    for index, item in enumerate(tools):
-        place = f"{where}.tools[{index}]"
+    for place, item in items_of(row, "messages", where):
+        _check_message(item, place)
+    for place, item in items_of(row, "tools", where, needed=row.get("tools") is not None):
         get(get(item, "function", dict, place), "name", str, f"{place}.function")
 
 
@@ -152,8 +199,7 @@ def _check_message(item: Any, where: str) -> None:
         get(item, key, str, where)
     if item["role"] == "tool":
         get(item, "tool_call_id", str, where)
-    for number, made in enumerate(item.get("tool_calls", [])):
-        place = f"{where}.tool_calls[{number}]"
+    for place, made in items_of(item, "tool_calls", where, needed="tool_calls" in item):
         function = get(made, "function", dict, place)
         get(made, "id", str, place)
         get(function, "name", str, f"{place}.function")

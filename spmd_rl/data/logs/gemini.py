@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs.form import (
     Json,
     ToolCalls,
     call,
+    called,
+    calls_of,
     exchange,
     get,
+    items_of,
     message,
+    only,
     others,
     record,
     refuse_part,
     said,
     tool,
+    turn,
 )
-from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 USED = ("contents", "systemInstruction", "system_instruction", "tools")
@@ -34,25 +39,24 @@ def read(row: Json) -> Json:
     if isinstance(response, str):
         items.append({"role": "model", "parts": [{"text": response}]})
     elif response is not None:
-        candidates = get(response, "candidates", list, "response")
-        if len(candidates) != 1:
-            raise DataError("response.candidates", f"expected one, got {len(candidates)}")
-        items.append(get(candidates[0], "content", dict, "response.candidates[0]"))
+        candidate = only(response, "candidates")
+        items.append(get(candidate, "content", dict, "response.candidates[0]"))
     messages: list[Json] = []
     system = request.get("systemInstruction", request.get("system_instruction"))
     if system is not None:
         content = {"parts": [{"text": system}]} if isinstance(system, str) else system
-        messages += _read_user("system", content, ToolCalls(), "systemInstruction")
+        messages += turn("system", _parts(content, ToolCalls(), "systemInstruction", "user"))
     calls = ToolCalls()
-    for index, item in enumerate(items):
-        where = f"contents[{index}]"
+    for where, item in items_of({"contents": items}, "contents"):
         role = item.get("role", "user") if isinstance(item, dict) else ""
         if role not in ("user", "model", "function"):
             raise DataError(f"{where}.role", f"expected user or model, got {role!r}")
-        if role == "model":
-            messages.append(_read_model(item, calls, where))
-        else:
-            messages += _read_user("user", item, calls, where)
+        parts = _parts(item, calls, where, role)
+        messages += (
+            turn("assistant", parts, **said(item, where))
+            if role == "model"
+            else turn("user", parts)
+        )
     return record(row | request, USED + _EXCHANGE, messages, _read_tools(request))
 
 
@@ -70,48 +74,28 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
     return kind, part[kinds[0]]
 
 
-def _read_model(item: Json, calls: ToolCalls, where: str) -> Json:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    made: list[Json] = []
-    for index, part in enumerate(get(item, "parts", list, where)):
-        place = f"{where}.parts[{index}]"
+def _parts(item: Json, calls: ToolCalls, where: str, role: str) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a turn in our form. Raises: DataError for those of other roles."""
+    for place, part in items_of(item, "parts", where):
         kind, value = _part(part, place)
         if kind == "text":
-            (thoughts if part.get("thought") else texts).append(value)
+            yield ("thought" if role == "model" and part.get("thought") else "text"), value
+        elif (kind == "functionCall") != (role == "model"):
+            raise DataError(place, f"a {kind} in a message of the {role}")
         elif kind == "functionCall":
-            name = get(value, "name", str, place)
-            arguments = object_of(f"{place}.args", value.get("args"))
-            made.append(call(calls.add(name, value.get("id")), name, arguments))
+            name, arguments = called(value, "args", place)
+            yield "call", call(calls.add(name, value.get("id")), name, arguments)
         else:
-            raise DataError(place, "a tool's result in a message of the model")
-    thought = "".join(thoughts)
-    marks = {"reasoning_content": thought} | said(item, where)
-    return message("assistant", "".join(texts), tool_calls=made, **marks)
-
-
-def _read_user(role: str, item: Json, calls: ToolCalls, where: str) -> list[Json]:
-    results, texts = [], []
-    for index, part in enumerate(get(item, "parts", list, where)):
-        place = f"{where}.parts[{index}]"
-        kind, value = _part(part, place)
-        if kind == "text":
-            texts.append(value)
-        elif kind == "functionResponse":
             name, answer = get(value, "name", str, place), get(value, "response", dict, place)
-            only = [*answer] == ["output"] and isinstance(answer["output"], str)
-            text = answer["output"] if only else json.dumps(answer)
+            only_text = [*answer] == ["output"] and isinstance(answer["output"], str)
+            text = answer["output"] if only_text else json.dumps(answer)
             call_id = calls.answer(place, name, value.get("id"))
-            results.append(message("tool", text, tool_call_id=call_id))
-        else:
-            raise DataError(place, "a tool call in a message of the user")
-    return results + ([message(role, "".join(texts))] if texts or not results else [])
+            yield "result", message("tool", text, tool_call_id=call_id)
 
 
 def _read_tools(request: Json) -> list[Json]:
     tools = []
-    for index, group in enumerate(request.get("tools") or []):
-        where = f"tools[{index}]"
+    for where, group in items_of(request, "tools", needed=False):
         alias = "function_declarations"
         key = alias if isinstance(group, dict) and alias in group else "functionDeclarations"
         for item in get(group, key, list, where):
@@ -160,10 +144,8 @@ def _write_parts(item: Json, calls: ToolCalls) -> list[Json]:
     thought, text = item.get("reasoning_content"), item["content"]
     parts: list[Json] = [{"text": thought, "thought": True}] if thought else []
     parts += [{"text": text}] if text or "tool_calls" not in item else []
-    for made in item.get("tool_calls", []):
-        function = made["function"]
-        named = {} if made["id"] == calls.next_id() else {"id": made["id"]}
-        calls.add(function["name"], made["id"])
-        used = {"name": function["name"], "args": function["arguments"], **named}
-        parts.append({"functionCall": used})
+    for call_id, name, arguments in calls_of(item):
+        named = {} if call_id == calls.next_id() else {"id": call_id}
+        calls.add(name, call_id)
+        parts.append({"functionCall": {"name": name, "args": arguments, **named}})
     return parts

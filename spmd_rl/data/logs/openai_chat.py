@@ -9,17 +9,19 @@ from spmd_rl.data.logs.form import (
     Json,
     ToolCalls,
     call,
+    called,
     exchange,
     functions,
     get,
+    items_of,
     message,
+    only,
     others,
     record,
     said,
     text_of,
 )
 from spmd_rl.data.message_fields import plain_fields
-from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 USED = ("messages", "tools", "request", "body", "response", "choices")
@@ -35,7 +37,8 @@ def read(row: Json) -> Json:
         if request is not row or not items or not _is_there(reply, items[-1]):
             items.append(reply)
     calls = ToolCalls()
-    messages = [read_message(item, f"messages[{i}]", calls) for i, item in enumerate(items)]
+    places = items_of({"messages": items}, "messages")
+    messages = [read_message(item, where, calls) for where, item in places]
     return record(row | request, USED, messages, [item for _, item in functions(request)])
 
 
@@ -45,10 +48,7 @@ def _reply(response: Any) -> Json:
         return {"role": "assistant", "content": response}
     if "role" in response:
         return dict(response)
-    choices = get(response, "choices", list, "response")
-    if len(choices) != 1:
-        raise DataError("response.choices", f"expected one choice, got {len(choices)}")
-    return dict(get(choices[0], "message", dict, "response.choices[0]"))
+    return dict(get(only(response, "choices"), "message", dict, "response.choices[0]"))
 
 
 def _is_there(reply: Json, last: Any) -> bool:
@@ -74,16 +74,14 @@ def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
         if len(given) != 1:
             raise DataError(f"{where}.tool_call_ids", f"expected one id, got {len(given)}")
         fields["tool_call_id"] = ids.answer(where, call_id=given[0])
-    given = enumerate(item.get("tool_calls") or [])
-    fields["tool_calls"] = [_call(made, f"{where}.tool_calls[{n}]", ids) for n, made in given]
+    calls = items_of(item, "tool_calls", where, needed=False)
+    fields["tool_calls"] = [_call(made, place, ids) for place, made in calls]
     text = text_of(plain.get("content"), f"{where}.content")
     return message("system" if role == "developer" else role, text, **fields)
 
 
 def _call(made: Any, where: str, ids: ToolCalls) -> Json:
-    function = get(made, "function", dict, where)
-    arguments = object_of(f"{where}.arguments", function.get("arguments"))
-    name = get(function, "name", str, where)
+    name, arguments = called(get(made, "function", dict, where), "arguments", where)
     return call(ids.add(name, made.get("id")), name, arguments)
 
 

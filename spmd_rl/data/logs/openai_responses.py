@@ -8,9 +8,12 @@ from typing import Any
 from spmd_rl.data.logs.form import (
     Json,
     call,
+    called,
+    calls_of,
     exchange,
     functions,
     get,
+    items_of,
     message,
     others,
     record,
@@ -19,7 +22,6 @@ from spmd_rl.data.logs.form import (
     text_of,
     tool,
 )
-from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 USED = ("input", "instructions", "tools", "request", "body", "response", "output")
@@ -39,10 +41,10 @@ def read(row: Json) -> Json:
     messages: list[Json] = []
     if request.get("instructions") is not None:
         messages.append(message("system", get(request, "instructions", str, "")))
-    for index, item in enumerate(items):
+    for where, item in items_of({"input": items}, "input"):
         if not isinstance(item, dict):
-            raise DataError(f"input[{index}]", f"expected an object, got {type(item).__name__}")
-        _read_item(item, messages, f"input[{index}]")
+            raise DataError(where, f"expected an object, got {type(item).__name__}")
+        _read_item(item, messages, where)
     tools = [_read_tool(item, place) for place, item in functions(request)]
     return record(row | request, USED, messages, tools)
 
@@ -74,18 +76,14 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
             last = message("assistant", "")
             messages.append(last)
         last |= marks
-        last.setdefault("tool_calls", []).append(_read_call(item, where))
+        name, arguments = called(item, "arguments", where)
+        made = call(get(item, "call_id", str, where), name, arguments)
+        last.setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output", _TEXT)
         messages.append(message("tool", text, tool_call_id=get(item, "call_id", str, where)))
     else:
         refuse_part(kind, where)
-
-
-def _read_call(item: Json, where: str) -> Json:
-    name = get(item, "name", str, where)
-    arguments = object_of(f"{where}.arguments", item.get("arguments"))
-    return call(get(item, "call_id", str, where), name, arguments)
 
 
 def _read_tool(item: Any, where: str) -> Json:
@@ -117,14 +115,7 @@ def _write_message(item: Json) -> list[Json]:
     if item["content"] or "tool_calls" not in item:
         text = {"role": item["role"], "content": item["content"]}
         items.append({"type": "message", **text})
-    for made in item.get("tool_calls", []):
-        function = made["function"]
-        items.append(
-            {
-                "type": "function_call",
-                "call_id": made["id"],
-                "name": function["name"],
-                "arguments": json.dumps(function["arguments"]),
-            }
-        )
+    for call_id, name, arguments in calls_of(item):
+        made = {"call_id": call_id, "name": name, "arguments": json.dumps(arguments)}
+        items.append({"type": "function_call", **made})
     return items

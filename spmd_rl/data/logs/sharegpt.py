@@ -5,9 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spmd_rl.data.logs.form import Json, ToolCalls, call, get, message, others, record, said
+from spmd_rl.data.logs.form import (
+    Json,
+    ToolCalls,
+    call,
+    called,
+    get,
+    items_of,
+    message,
+    others,
+    record,
+    said,
+)
 from spmd_rl.data.message_fields import weight_of
-from spmd_rl.data.render.messages import object_of
+from spmd_rl.data.render.messages import parsed, tools_of
 from spmd_rl.errors import DataError
 
 USED = ("conversations", "system", "tools")
@@ -29,8 +40,8 @@ def read(row: Json) -> Json:
     if row.get("system"):
         messages.append(message("system", get(row, "system", str, "")))
     calls = ToolCalls()
-    for index, turn in enumerate(get(row, "conversations", list, "")):
-        _read_turn(turn, messages, calls, f"conversations[{index}]")
+    for where, turn in items_of(row, "conversations"):
+        _read_turn(turn, messages, calls, where)
     return record(row, USED, messages, _read_tools(row.get("tools")))
 
 
@@ -53,19 +64,11 @@ def _read_turn(turn: Any, messages: list[Json], calls: ToolCalls, where: str) ->
         messages.append(message(_ROLES[speaker], value, **said(turn, where)))
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(where, f"not valid JSON: {error}") from error
-
-
 def _read_calls(text: str, calls: ToolCalls, where: str) -> list[Json]:
-    value = _parse(text, where)
+    value = parsed(where, text)
     made = []
     for item in value if isinstance(value, list) else [value]:
-        name = get(item, "name", str, where)
-        arguments = object_of(f"{where}.arguments", item.get("arguments"))
+        name, arguments = called(item, "arguments", where)
         made.append(call(calls.add(name), name, arguments))
     if not made:
         raise DataError(where, "there is no call")
@@ -73,15 +76,11 @@ def _read_calls(text: str, calls: ToolCalls, where: str) -> list[Json]:
 
 
 def _read_tools(given: Any) -> list[Json]:
-    tools = _parse(given, "tools") if isinstance(given, str) and given else given
-    if not isinstance(tools or [], list):
-        raise DataError("tools", "expected a list")
-    for index, item in enumerate(tools or []):
-        get(item, "function" if "function" in item else "name", object, f"tools[{index}]")
-    return [
-        item if "function" in item else {"type": "function", "function": item}
-        for item in tools or []
-    ]
+    tools = []
+    for where, item in items_of({"tools": tools_of("tools", given or None)}, "tools"):
+        get(item, "function" if "function" in item else "name", object, where)
+        tools.append(item if "function" in item else {"type": "function", "function": item})
+    return tools
 
 
 def write(row: Json) -> Json:

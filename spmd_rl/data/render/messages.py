@@ -77,7 +77,7 @@ def tools_of(where: str, value: Any) -> list[dict[str, Any]]:
 
     Raises: DataError for anything else.
     """
-    tools = _parsed(where, value)
+    tools = parsed(where, value)
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -90,7 +90,7 @@ def object_of(where: str, value: Any) -> dict[str, Any]:
 
     Raises: DataError for anything else.
     """
-    found = _parsed(where, value)
+    found = parsed(where, value)
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -103,7 +103,7 @@ def _message(where: str, given: dict[Any, Any]) -> Message:
     if not isinstance(message.get("role"), str):
         raise DataError(where, _FORM)
     calls_where = f"{where}.tool_calls"
-    if calls := _parsed(calls_where, message.pop("tool_calls", None)):
+    if calls := parsed(calls_where, message.pop("tool_calls", None)):
         message["tool_calls"] = _tool_calls(calls_where, calls)
     if "content" not in message and not calls:
         raise DataError(where, _FORM)
@@ -158,7 +158,7 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
     return function | {"arguments": object_of(f"{where}.arguments", function.get("arguments"))}
 
 
-def _parsed(where: str, value: Any) -> Any:
+def parsed(where: str, value: Any) -> Any:
     """Return the value of JSON text, None of an empty text, and anything else as it is."""
     if not isinstance(value, str):
         return value
