@@ -12,7 +12,8 @@ from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.mixture import data_weights
 from spmd_rl.data.prompt_records import PromptConfig, graded, own_reward
-from spmd_rl.data.render.prompt_format import LightTokenizer, PromptFormat, check_prompts
+from spmd_rl.data.render.prompt_format import PromptFormat, check_prompts
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import check_sft
 from spmd_rl.errors import ConfigError, DataError
@@ -123,7 +124,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
 def _check_records(
     path: str,
     prompts: PromptFormat | None,
-    tokenizer: LightTokenizer | None,
+    tokenizer: Tokenizer | None,
     rewards: Collection[str],
     learn: Learn | None,
 ) -> None:

@@ -14,8 +14,7 @@ from spmd_rl.config.rules import at_least
 from spmd_rl.data.files.files import open_documents
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.render.prompt_format import Tokenizer
-from spmd_rl.data.render.special_tokens import beginning, begun_once
+from spmd_rl.data.render.tokenizer import Tokenizer, beginning, begun_once
 from spmd_rl.data.sft import learned_eos
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError

@@ -11,19 +11,12 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.message_fields import MARKS, plain_fields, says_something, weight_of
-from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.render.answer_end import assistant
 from spmd_rl.data.render.chat import chat_of, render
 from spmd_rl.data.render.messages import written_messages
-from spmd_rl.data.render.prompt_format import (
-    PromptEncoder,
-    PromptFormat,
-    Tokenizer,
-    defects,
-    is_too_long,
-    report_numeric_answers,
-)
-from spmd_rl.data.sft import AnswerEncoder, ContextFit
+from spmd_rl.data.render.prompt_format import PromptFormat
+from spmd_rl.data.render.tokenizer import Tokenizer
+from spmd_rl.data.sft import AnsweredPreparer
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
@@ -78,7 +71,7 @@ class PreferencePairs(RecordStream[PreferencePair]):
         return self.draw(num_pairs)
 
 
-class PairPreparer(Preparer[PreferencePair]):
+class PairPreparer(AnsweredPreparer[PreferencePair]):
     """Makes a preference pair of each record, but for those of which nothing can be learned.
 
     These are pairs whose prompt is too long, or whose answers are equal.
@@ -89,84 +82,43 @@ class PairPreparer(Preparer[PreferencePair]):
     noun = "preference pairs"
 
     def __init__(self, cfg: PairConfig, tokenizer: Tokenizer) -> None:
-        limit = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
-        self.defect = defects(cfg, limit, "have two equal answers")
-        self._cfg, self._tokenizer = cfg, tokenizer
-        self._fit = ContextFit(cfg, tokenizer)
-        self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
+        super().__init__(cfg, tokenizer, "have two equal answers")
+
+    def text(self, record: DataRecord, key: str) -> str:
+        return answer_text(record, key, self.cfg.prompt_key)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[PreferencePair | None]:
         """Return the pair of each record; None where it is left out. Raises: DataError."""
-        cfg = self._cfg
-        prompts = [tokens for _, tokens in self._prompts.encode(records)]
-        context = self._tokenizer.context
-        fit = [not is_too_long(cfg, len(prompt), context) for prompt in prompts]
-        chosen, rejected = (
-            self._sequences(records, prompts, fit, key, source) for key in cfg.answer_keys
-        )
         return [
             PreferencePair(better, worse)
             if better and worse and not np.array_equal(better.tokens, worse.tokens)
             else None
-            for better, worse in zip(chosen, rejected, strict=True)
+            for better, worse in zip(*self.sequences(records, source), strict=True)
         ]
-
-    def _sequences(
-        self,
-        records: Sequence[DataRecord],
-        prompts: Sequence[NDArray[np.int32]],
-        fit: Sequence[bool],
-        key: str,
-        source: str,
-    ) -> list[SftPair | None]:
-        """Return each prompt with the answer under `key`; None for a prompt that does not fit."""
-        texts = [answer_text(record, key, self._cfg.prompt_key) for record in records]
-        answers = self._answers.encode(records, key, texts)
-        return [
-            self._fit.join(record, prompt, answer, source) if fits else None
-            for record, prompt, answer, fits in zip(records, prompts, answers, fit, strict=True)
-        ]
-
-    def encoded(self, prepared: PreferencePair) -> bytes:
-        """Return tokens and masks of both answers."""
-        return b"".join(sequence.encoded() for sequence in prepared)
-
-    def notes(self) -> list[str]:
-        """Return what the chat template does to prompts, and how many answers are empty."""
-        return self._prompts.notes() + self._answers.notes() + self._fit.notes()
-
-    def report(
-        self, path: str, records: Sequence[DataRecord], prepared: Sequence[PreferencePair]
-    ) -> None:
-        """Print how many answers are numbers."""
-        for key in self._cfg.answer_keys:
-            report_numeric_answers(path, key, records)
 
 
 class RewardPairPreparer(PairPreparer):
     """Makes pairs whose sequences are as the chat template renders them, to their very end."""
 
-    def _sequences(
+    def _of_key(
         self,
         records: Sequence[DataRecord],
         prompts: Sequence[NDArray[np.int32]],
-        fit: Sequence[bool],
         key: str,
         source: str,
     ) -> list[SftPair | None]:
-        texts = [self._text(record, key) for record in records]
-        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        texts = [self._rendered(record, key) for record in records]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
-            self._sequence(record, tokens, source) if fits else None
-            for record, tokens, fits in zip(records, encoded, fit, strict=True)
+            self._sequence(record, tokens, source) if self.takes(prompt) else None
+            for record, prompt, tokens in zip(records, prompts, encoded, strict=True)
         ]
 
-    def _text(self, record: DataRecord, key: str) -> str:
-        chat = chat_of(record, self._cfg)
+    def _rendered(self, record: DataRecord, key: str) -> str:
+        chat = chat_of(record, self.cfg)
         assert chat is not None, "this preparer is for prompts with a chat template"
-        answer = assistant(answer_text(record, key, self._cfg.prompt_key))
-        answered = replace(chat, messages=[*chat.messages, answer])
-        return render(answered, self._tokenizer, generation_prompt=False)
+        answered = replace(chat, messages=[*chat.messages, assistant(self.text(record, key))])
+        return render(answered, self.tokenizer, generation_prompt=False)
 
     def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair | None:
         is_last = np.arange(len(tokens)) == len(tokens) - 1

@@ -15,10 +15,12 @@ class Preparer(ABC, Generic[T]):
     """Makes what a run draws: prompts, sequences to learn, preference pairs or documents.
 
     `noun` names them in messages, and `defect` says what is wrong with those that are left out.
+    `answer_keys` are the keys of a record's answers.
     """
 
     noun: str
     defect: str = ""
+    answer_keys: Sequence[str] = ()
 
     @abstractmethod
     def make(self, records: Sequence[DataRecord], source: str) -> list[T | None]:
@@ -35,6 +37,13 @@ class Preparer(ABC, Generic[T]):
         """Return sentences on what a user may not expect of all that was made so far."""
         return []
 
-    def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[T]) -> None:
-        """Print what a user should know of the records that a run reads at its start."""
-        return
+    def report(self, records: Sequence[DataRecord], prepared: Sequence[T]) -> list[str]:
+        """Return sentences on the records of a run's start, such as that answers are numbers."""
+        found = []
+        for key in self.answer_keys:
+            if numbers := [record for record in records if record.has_number(key)]:
+                found.append(
+                    f"{len(numbers)} of {len(records)} answers are numbers: "
+                    f"they are used as text, such as {numbers[0].text_or_number(key)!r}"
+                )
+        return found

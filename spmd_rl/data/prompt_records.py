@@ -18,11 +18,10 @@ from spmd_rl.data.render.chat import chat_of
 from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
-    Tokenizer,
     defects,
     is_too_long,
-    report_numeric_answers,
 )
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt
@@ -55,7 +54,7 @@ class PromptPreparer(Preparer[Prompt]):
         if cfg.too_long == "cut":
             raise ConfigError("prompts.too_long = 'cut' is for answers to learn: drop long prompts")
         self.defect = defects(cfg, f"have more than {cfg.max_prompt_tokens} tokens")
-        self._context = tokenizer.context
+        self.answer_keys, self._context = cfg.answer_keys, tokenizer.context
         self._cfg, self._encoder = cfg, PromptEncoder(cfg, tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[Prompt | None]:
@@ -79,16 +78,15 @@ class PromptPreparer(Preparer[Prompt]):
         """Return what the chat template does to prompts."""
         return self._encoder.notes()
 
-    def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[Prompt]) -> None:
-        """Print how many answers are numbers, and how many prompts hold an answer already."""
-        report_numeric_answers(path, self._cfg.answer_key, records)
-        num_answered = sum(map(_is_answered, prepared))
-        if num_answered:
-            print(
-                f"{path}: {num_answered} of {len(prepared)} prompts end with a message of the "
-                "assistant. The model answers after it, so leave out what it should find itself.",
-                flush=True,
+    def report(self, records: Sequence[DataRecord], prepared: Sequence[Prompt]) -> list[str]:
+        """Return how many answers are numbers, and how many prompts hold an answer already."""
+        found = super().report(records, prepared)
+        if num_answered := sum(map(_is_answered, prepared)):
+            found.append(
+                f"{num_answered} of {len(prepared)} prompts end with a message of the assistant. "
+                "The model answers after it, so leave out what it should find itself."
             )
+        return found
 
     def _prompt(
         self, record: DataRecord, text: str, tokens: NDArray[np.int32], source: str

@@ -10,7 +10,7 @@ from spmd_rl.data.mixture import Pick
 from spmd_rl.data.prompt_records import PromptConfig as PromptConfig
 from spmd_rl.data.prompt_records import PromptPreparer
 from spmd_rl.data.render.eos import StopConditions, sampling_warnings
-from spmd_rl.data.render.prompt_format import Tokenizer
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.source import DataSource
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import SpmdError
@@ -91,7 +91,6 @@ class Prompts(RecordStream[Prompt], DataSource):
             for line in sampling_warnings(
                 tokenizer,
                 sampling,
-                tokenizer.context,
                 [len(prompt.tokens) for prompt in prompts],
                 path,
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +20,16 @@ from spmd_rl.data.render.messages import written_messages
 from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
-    Tokenizer,
     defects,
     is_too_long,
-    report_numeric_answers,
 )
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn, encode_turns, ends_early, is_empty, learned_turns
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
+
+S = TypeVar("S", bound=Iterable[SftPair])
 
 
 class SftPairs(RecordStream[list[SftPair]]):
@@ -57,7 +60,7 @@ class SftPairs(RecordStream[list[SftPair]]):
         return [*chain.from_iterable(self.draw(num_records))]
 
 
-def sft_preparer(cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> SftPreparer:
+def sft_preparer(cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> Preparer[list[SftPair]]:
     """Return what makes sequences of prompts with answers, or without an answer of conversations.
 
     Raises: ConfigError for a tokenizer without end-of-text token, or without a template that the
@@ -68,54 +71,74 @@ def sft_preparer(cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> SftPr
     return ConversationPreparer(cfg, tokenizer, learn)
 
 
-class SftPreparer(Preparer[list[SftPair]]):
+class SequencePreparer(Preparer[S]):
     """Makes the sequences that are learned of each record."""
 
-    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
-        self.cfg, self.tokenizer = cfg, tokenizer
+    def __init__(self, cfg: PromptFormat, tokenizer: Tokenizer) -> None:
+        self.cfg, self.tokenizer, self.answer_keys = cfg, tokenizer, cfg.answer_keys
         self._fit = ContextFit(cfg, tokenizer)
 
-    def encoded(self, prepared: list[SftPair]) -> bytes:
+    def encoded(self, prepared: S) -> bytes:
         """Return tokens and masks."""
         return b"".join(sequence.encoded() for sequence in prepared)
 
 
-class AnswerPreparer(SftPreparer):
-    """Makes one sequence of each prompt with its answer."""
+class AnsweredPreparer(SequencePreparer[S]):
+    """Makes a sequence of each answer of a record, with its prompt before it."""
 
-    noun = "pairs"
-
-    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, cfg: PromptFormat, tokenizer: Tokenizer, *more_defects: str) -> None:
         super().__init__(cfg, tokenizer)
         self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
-        self.defect = defects(cfg, f"have a prompt of more than {cfg.max_prompt_tokens} tokens")
+        limit = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        self.defect = defects(cfg, limit, *more_defects)
 
-    def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
-        """Return the sequence of each record; None where the prompt is too long."""
-        cfg = self.cfg
+    @abstractmethod
+    def text(self, record: DataRecord, key: str) -> str:
+        """Return the answer under `key`. Raises: DataError."""
+
+    def sequences(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair | None]]:
+        """Return the sequences of each key of answers; None for one that is left out."""
         prompts = [tokens for _, tokens in self._prompts.encode(records)]
-        texts = [_answer_text(record, cfg.answer_key) for record in records]
-        answers = self._answers.encode(records, cfg.answer_key, texts)
-        joined = [
-            None
-            if is_too_long(cfg, len(prompt), self.tokenizer.context)
-            else self._fit.join(record, prompt, answer, source)
+        return [self._of_key(records, prompts, key, source) for key in self.answer_keys]
+
+    def _of_key(
+        self,
+        records: Sequence[DataRecord],
+        prompts: Sequence[NDArray[np.int32]],
+        key: str,
+        source: str,
+    ) -> list[SftPair | None]:
+        texts = [self.text(record, key) for record in records]
+        answers = self._answers.encode(records, key, texts)
+        return [
+            self._fit.join(record, prompt, answer, source) if self.takes(prompt) else None
             for record, prompt, answer in zip(records, prompts, answers, strict=True)
         ]
-        return [[one] if one else None for one in joined]
+
+    def takes(self, prompt: NDArray[np.int32]) -> bool:
+        """Whether a prompt of this length is learned."""
+        return not is_too_long(self.cfg, len(prompt), self.tokenizer.context)
 
     def notes(self) -> list[str]:
         """Return what the chat template does to prompts, and how many answers are empty."""
         return self._prompts.notes() + self._answers.notes() + self._fit.notes()
 
-    def report(
-        self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
-    ) -> None:
-        """Print how many answers are numbers."""
-        report_numeric_answers(path, self.cfg.answer_key, records)
+
+class AnswerPreparer(AnsweredPreparer[list[SftPair]]):
+    """Makes one sequence of each prompt with its answer."""
+
+    noun = "pairs"
+
+    def text(self, record: DataRecord, key: str) -> str:
+        return _answer_text(record, key)
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
+        """Return the sequence of each record; None where it is left out."""
+        (sequences,) = self.sequences(records, source)
+        return [[sequence] if sequence else None for sequence in sequences]
 
 
-class ConversationPreparer(SftPreparer):
+class ConversationPreparer(SequencePreparer[list[SftPair]]):
     """Makes the sequences of each conversation, most often one."""
 
     noun = "conversations"
@@ -145,13 +168,10 @@ class ConversationPreparer(SftPreparer):
         empty = _of_empty("assistant messages", self._num_empty, self._num_turns)
         return self._reader.notes() + empty + self._fit.notes()
 
-    def report(
-        self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
-    ) -> None:
-        """Print how many conversations have several sequences, and how many sequences they have."""
+    def report(self, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]) -> list[str]:
+        """Return how many conversations have several sequences, and how many these are."""
         split = [len(sequences) for sequences in prepared if len(sequences) > 1]
-        if split:
-            print(split_note(path, len(split), len(prepared), sum(split)), flush=True)
+        return [split_note(len(split), len(prepared), sum(split))] if split else []
 
     def _fitting(self, record: DataRecord, sequences: list[SftPair]) -> list[SftPair] | None:
         limit = self.cfg.max_prompt_tokens
@@ -163,10 +183,10 @@ class ConversationPreparer(SftPreparer):
         return [*filter(None, fitting)] or None
 
 
-def split_note(path: str, num_split: int, num_conversations: int, num_sequences: int) -> str:
+def split_note(num_split: int, num_conversations: int, num_sequences: int) -> str:
     """Return how many conversations are learned in several sequences, and in how many together."""
     return (
-        f"{path}: the chat template repeats an earlier answer otherwise than the model gives it. "
+        "the chat template repeats an earlier answer otherwise than the model gives it. "
         f"So {num_split} of {num_conversations} conversations become {num_sequences} sequences."
     )
 

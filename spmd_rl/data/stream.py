@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import Records
-from spmd_rl.data.files.record_store import open_store
+from spmd_rl.data.files.record_store import RecordStore
 from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.errors import DataError
@@ -52,7 +52,7 @@ class RecordStream(Generic[T]):
         self.num_drawn = 0
         self._paths, self._preparer = [*weights], preparer
         self._stores = [
-            open_store(path, open_file(path), preparer, name)
+            RecordStore(path, open_file(path), preparer, name)
             for path, name in zip(weights, names, strict=True)
         ]
         by_name = dict(zip(names, weights.values(), strict=True))

@@ -152,7 +152,8 @@ def _lines(options: argparse.Namespace, view: View, found: Checked) -> Iterator[
         yield f"{found.num_dropped} records {found.defect}: the run leaves them out"
     if found.num_split:
         num_sound = found.num_records - len(found.problems) - found.num_dropped
-        yield split_note(options.path, found.num_split, num_sound, found.num_sequences)
+        note = split_note(found.num_split, num_sound, found.num_sequences)
+        yield f"{options.path}: {note}"
     yield from found.notes
     if not options.model:
         yield "--model FOLDER also checks lengths and the chat template"

@@ -11,7 +11,7 @@ from spmd_rl.data.pairs import PairConfig, pair_preparer
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
 from spmd_rl.data.render.messages import written_messages
-from spmd_rl.data.render.prompt_format import Tokenizer
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import sft_preparer
 from spmd_rl.errors import ConfigError, DataError

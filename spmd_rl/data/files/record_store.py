@@ -6,8 +6,7 @@ Of a small file, everything is tokenised at the start, so that every mistake in 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -24,110 +23,44 @@ SMALL_BYTES, SMALL_RECORDS = 1 << 24, 100_000
 FIRST = 1000  # records of a large file that are prepared at the start
 
 
-class RecordStore(ABC, Generic[T]):
-    """What is prepared of a file's records, by numbers. `num_dropped` counts what was left out.
+class RecordStore(Generic[T]):
+    """What is prepared of a file's records, by numbers. `first` is what is prepared at the start.
 
-    `first` is what was prepared at the start.
-    """
-
-    first: Sequence[T]
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def get(self, numbers: Sequence[int]) -> list[T | None]:
-        """Return these. None stands for one that is left out."""
-
-    @property
-    @abstractmethod
-    def num_dropped(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def digest(self) -> str: ...
-
-
-def open_store(path: str, records: Records, preparer: Preparer[T], source: str) -> RecordStore[T]:
-    """Prepare all records of a file, or the first ones of a large file.
-
+    That is all of a small file, which is held, and the first records of a large one.
     Raises: DataError or ConfigError, which names the first thing to correct.
     """
-    is_small = records.num_bytes <= SMALL_BYTES and len(records) <= SMALL_RECORDS
-    first = records.read(range(len(records))[: None if is_small else FIRST])
-    prepared = preparer.make(first, source)
-    kept = [one for one in prepared if one is not None]
-    preparer.report(path, first, kept)
-    for note in preparer.notes():
-        print(f"{path}: {note}", flush=True)
-    if is_small:
-        return HeldRecords(path, preparer, kept, len(records))
-    return ReadRecords(path, preparer, kept, records, source)
 
-
-class HeldRecords(RecordStore[T]):
-    """What is all in memory. Of `num_records`, those that are not `kept` were left out."""
-
-    def __init__(
-        self, path: str, preparer: Preparer[T], kept: Sequence[T], num_records: int
-    ) -> None:
-        self.first = kept
-        self._preparer = preparer
-        self._num_dropped = num_records - len(kept)
-        if not kept:
-            raise _all_dropped(path, preparer, num_records)
-        if self._num_dropped:
-            print(
-                f"{path}: dropped {self._num_dropped} of {num_records} {preparer.noun}, "
-                f"which {preparer.defect}",
-                flush=True,
-            )
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    def get(self, numbers: Sequence[int]) -> list[T | None]:
-        """Return these."""
-        return [self.first[number] for number in numbers]
-
-    @property
-    def num_dropped(self) -> int:
-        """How many records of the file are left out."""
-        return self._num_dropped
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest of all that was prepared: a corrected answer, for one, changes it."""
-        return _digest(self._preparer, self.first)
-
-
-class ReadRecords(RecordStore[T]):
-    """What is read and prepared when it is asked for. `first` is of the first records."""
-
-    def __init__(
-        self,
-        path: str,
-        preparer: Preparer[T],
-        first: Sequence[T],
-        records: Records,
-        source: str,
-    ) -> None:
-        self.first = first
-        self._path, self._preparer, self._records, self._source = path, preparer, records, source
+    def __init__(self, path: str, records: Records, preparer: Preparer[T], source: str) -> None:
+        self._path, self._preparer, self._source = path, preparer, source
+        is_small = records.num_bytes <= SMALL_BYTES and len(records) <= SMALL_RECORDS
         self._is_dropped = np.zeros(len(records), np.bool_)
+        first = records.read(range(len(records))[: None if is_small else FIRST])
+        prepared = preparer.make(first, source)
+        self.first = [item for item in prepared if item is not None]
+        self._say(*preparer.report(first, self.first), *preparer.notes())
+        self._records = None if is_small else records
+        if is_small and len(self.first) < len(records):
+            self._drop([number for number, item in enumerate(prepared) if item is None])
+            of_all = f"{self.num_dropped} of {len(records)} {preparer.noun}"
+            self._say(f"dropped {of_all}, which {preparer.defect}")
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.first if self._records is None else self._records)
 
     def get(self, numbers: Sequence[int]) -> list[T | None]:
-        """Return these. None stands for one that is left out.
+        """Return these. None stands for one of a large file that is left out.
 
         Raises: DataError for a record that is malformed, and when all are left out.
         """
+        if self._records is None:
+            return [self.first[number] for number in numbers]
         prepared = self._preparer.make(self._records.read(numbers), self._source)
-        dropped = [n for n, one in zip(numbers, prepared, strict=True) if one is None]
+        dropped = [n for n, item in zip(numbers, prepared, strict=True) if item is None]
         if dropped:
-            self._note_dropped(dropped)
+            if not self.num_dropped:
+                noun, defect = self._preparer.noun, self._preparer.defect
+                self._say(f"{noun} that {defect} are dropped when drawn")
+            self._drop(dropped)
         return prepared
 
     @property
@@ -137,25 +70,23 @@ class ReadRecords(RecordStore[T]):
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the file, and of what was prepared first: that changes with the tokenizer."""
-        of_first = _digest(self._preparer, self.first)
-        return hashlib.sha256(f"{self._records.digest()} {of_first}".encode()).hexdigest()
+        """Digest of all that was prepared at the start, and of a large file.
 
-    def _note_dropped(self, numbers: Sequence[int]) -> None:
-        if not self.num_dropped:
-            noun, defect = self._preparer.noun, self._preparer.defect
-            print(f"{self._path}: {noun} that {defect} are dropped when drawn", flush=True)
+        A corrected answer changes it, and so does another tokenizer.
+        """
+        digest = hashlib.sha256()
+        for item in self.first:
+            digest.update(self._preparer.encoded(item))
+        if self._records is None:
+            return digest.hexdigest()
+        return hashlib.sha256(f"{self._records.digest()} {digest.hexdigest()}".encode()).hexdigest()
+
+    def _drop(self, numbers: Sequence[int]) -> None:
         self._is_dropped[numbers] = True
         if self._is_dropped.all():
-            raise _all_dropped(self._path, self._preparer, len(self))
+            noun, defect = self._preparer.noun, self._preparer.defect
+            raise DataError(self._path, f"all {len(self._is_dropped)} {noun} {defect}")
 
-
-def _all_dropped(path: str, preparer: Preparer[T], num_records: int) -> DataError:
-    return DataError(path, f"all {num_records} {preparer.noun} {preparer.defect}")
-
-
-def _digest(preparer: Preparer[T], prepared: Iterable[T]) -> str:
-    digest = hashlib.sha256()
-    for one in prepared:
-        digest.update(preparer.encoded(one))
-    return digest.hexdigest()
+    def _say(self, *sentences: str) -> None:
+        for sentence in sentences:
+            print(f"{self._path}: {sentence}", flush=True)

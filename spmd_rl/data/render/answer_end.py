@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
-from spmd_rl.data.render.prompt_format import Tokenizer
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import DataError
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import Sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.render.messages import (
@@ -16,13 +16,8 @@ from spmd_rl.data.render.messages import (
 )
 from spmd_rl.data.render.template_arguments import GIVEN, misread
 from spmd_rl.data.render.template_steps import bounded_steps
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import ConfigError, DataError, SpmdError
-
-
-class Template(Protocol):
-    """The part of a tokenizer that applies its chat template."""
-
-    def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +107,9 @@ def chat_of(record: DataRecord, cfg: ChatFormat) -> Chat | None:
 
 
 def render(
-    chat: Chat, template: Template, num_messages: int | None = None, *, generation_prompt: bool
+    chat: Chat, tokenizer: Tokenizer, num_messages: int | None = None, *, generation_prompt: bool
 ) -> str:
-    """Return the text of a chat, or of its first messages, by the template.
+    """Return the text of a chat, or of its first messages, by the tokenizer's template.
 
     `generation_prompt` says whether the text ends with the beginning of the next assistant turn.
     Raises: DataError with what the template says, when it refuses the chat or loops.
@@ -122,7 +117,7 @@ def render(
     kwargs: dict[str, Any] = chat.template_kwargs | ({"tools": chat.tools} if chat.tools else {})
     try:
         with bounded_steps():
-            text: str = template.apply_chat_template(
+            text: str = tokenizer.apply_chat_template(
                 chat.messages[:num_messages],
                 tokenize=False,
                 add_generation_prompt=generation_prompt,

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 from spmd_rl.data.files.record import DataRecord
-from spmd_rl.data.render.chat import Chat, ChatFormat, Template, chat_of, render
+from spmd_rl.data.render.chat import Chat, ChatFormat, chat_of, render
 from spmd_rl.data.render.shown import ShownParts
 from spmd_rl.data.render.template_arguments import unread
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import ConfigError, DataError
 
 _ANSWER = "an answer"
-
-
-class HasTemplate(Protocol):
-    """The part of a tokenizer that tells whether it has a chat template."""
-
-    @property
-    def chat_template(self) -> Any: ...
-
-
-class TemplateTokenizer(HasTemplate, Template, Protocol):
-    """The part of a tokenizer that is for chats."""
 
 
 class ChatReader:
@@ -33,7 +22,7 @@ class ChatReader:
     does not read.
     """
 
-    def __init__(self, cfg: ChatFormat, tokenizer: TemplateTokenizer) -> None:
+    def __init__(self, cfg: ChatFormat, tokenizer: Tokenizer) -> None:
         require_template(cfg, tokenizer)
         self._cfg, self._tokenizer = cfg, tokenizer
         self._shown = ShownParts(tokenizer)
@@ -69,7 +58,7 @@ class ChatReader:
             raise DataError(where, f"this model's chat template does not read {name!r}")
 
 
-def require_template(cfg: ChatFormat, tokenizer: HasTemplate) -> None:
+def require_template(cfg: ChatFormat, tokenizer: Tokenizer) -> None:
     """Raise a ConfigError unless there is the template that the settings need.
 
     It must read the arguments that are for all records.
@@ -84,7 +73,7 @@ def require_template(cfg: ChatFormat, tokenizer: HasTemplate) -> None:
         )
 
 
-def _left_to_model(chat: Chat, template: Template) -> str | None:
+def _left_to_model(chat: Chat, tokenizer: Tokenizer) -> str | None:
     """Return what a template without a generation prompt writes before an answer.
 
     "": it has one, or writes nothing but space. None: the chat cannot tell it.
@@ -96,10 +85,10 @@ def _left_to_model(chat: Chat, template: Template) -> str | None:
     asked = chat.messages[:num_messages]
     answered = replace(chat, messages=[*asked, {"role": "assistant", "content": _ANSWER}])
     try:
-        prompt = render(chat, template, num_messages, generation_prompt=True)
-        if prompt != render(chat, template, num_messages, generation_prompt=False):
+        prompt = render(chat, tokenizer, num_messages, generation_prompt=True)
+        if prompt != render(chat, tokenizer, num_messages, generation_prompt=False):
             return ""
-        whole = render(answered, template, generation_prompt=False)
+        whole = render(answered, tokenizer, generation_prompt=False)
     except DataError:
         return None
     added = whole.removeprefix(prompt)

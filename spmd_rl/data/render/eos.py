@@ -8,15 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-
-class EosIds(Protocol):
-    """End-of-text ids of a tokenizer and of the model's config beside it."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def config_eos_ids(self) -> tuple[int, ...]: ...
+from spmd_rl.data.render.tokenizer import Tokenizer
 
 
 class StopConditions(Protocol):
@@ -35,13 +27,13 @@ class StopConditions(Protocol):
     def ignore_eos(self) -> bool: ...
 
 
-def eos_ids(tokenizer: EosIds) -> tuple[int, ...]:
+def eos_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return all ids that end a sample, the tokenizer's own first if it has one."""
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(dict.fromkeys((*own, *tokenizer.config_eos_ids)))
 
 
-def eos_disagreement(tokenizer: EosIds) -> str:
+def eos_disagreement(tokenizer: Tokenizer) -> str:
     """Return a clause that names both ids if config and tokenizer disagree, else ""."""
     own, config_ids = tokenizer.eos_token_id, tokenizer.config_eos_ids
     if own is None or not config_ids or own in config_ids:
@@ -51,9 +43,8 @@ def eos_disagreement(tokenizer: EosIds) -> str:
 
 
 def sampling_warnings(
-    tokenizer: EosIds,
+    tokenizer: Tokenizer,
     stops: StopConditions,
-    context: int,
     prompt_lengths: Sequence[int],
     path: str,
 ) -> Iterator[str]:
@@ -65,10 +56,10 @@ def sampling_warnings(
             "this model has no end-of-text token, and neither sampling.stop nor sampling.stop_ids "
             f"is set: every sample goes on to sampling.max_tokens = {stops.max_tokens}"
         )
-    num_long = sum(length + stops.max_tokens > context for length in prompt_lengths)
+    num_long = sum(length + stops.max_tokens > tokenizer.context for length in prompt_lengths)
     if num_long:
         yield (
             f"{path}: {num_long} of {len(prompt_lengths)} prompts with sampling.max_tokens = "
-            f"{stops.max_tokens} exceed the model's context of {context}: their samples are cut "
-            "there"
+            f"{stops.max_tokens} exceed the model's context of {tokenizer.context}: their samples "
+            "are cut there"
         )

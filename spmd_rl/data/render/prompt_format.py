@@ -4,47 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
 from spmd_rl.data.files.files import DataRecord
-from spmd_rl.data.render.chat import ChatFormat, Template, chat_of, render
+from spmd_rl.data.render.chat import ChatFormat, chat_of, render
 from spmd_rl.data.render.chat_reader import ChatReader, require_template
-from spmd_rl.data.render.eos import EosIds
-from spmd_rl.data.render.special_tokens import beginning, begun_once
+from spmd_rl.data.render.tokenizer import Tokenizer, beginning, begun_once
 from spmd_rl.errors import DataError
 
 # limits of `check_prompts`, which then takes about 0.1 s
 CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
-
-
-class Tokenizer(EosIds, Template, Protocol):
-    """Tokenizer of a model, with the interface of transformers."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def context(self) -> int: ...  # how many tokens the model can take
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-
-
-class LightTokenizer(Protocol):
-    """Tokenizer for `check_prompts`, which must not import transformers."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def context(self) -> int: ...  # how many tokens the model can take
-
-    def num_tokens(self, text: str) -> int: ...  # including special tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +85,7 @@ class PromptEncoder:
 
 
 def check_prompts(
-    records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: LightTokenizer | None
+    records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: Tokenizer | None
 ) -> None:
     """Refuse prompts that `PromptEncoder` would refuse, as far as a quick check can tell.
 
@@ -147,17 +120,6 @@ def defects(cfg: PromptFormat, of_prompt: str, *others: str) -> str:
     limited = [of_prompt] if cfg.max_prompt_tokens else []
     long = ["do not fit the model's context"] if cfg.too_long != "refuse" else []
     return " or ".join([*limited, *long, *others])
-
-
-def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -> None:
-    numbers = [record for record in records if record.has_number(key)]
-    if numbers:
-        example = numbers[0].text_or_number(key)
-        print(
-            f"{path}: {len(numbers)} of {len(records)} answers are numbers: "
-            f"they are used as text, such as {example!r}",
-            flush=True,
-        )
 
 
 def _check_length(record: DataRecord, cfg: PromptFormat, num_tokens: int, context: int) -> None:

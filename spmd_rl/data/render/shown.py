@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from spmd_rl.data.message_fields import says_something
-from spmd_rl.data.render.chat import Chat, Template, render
+from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.messages import Message, begins_with_system
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import DataError
 
 # fields of a message that say nothing: ids pair calls with results, and weights are for learning
@@ -37,8 +38,8 @@ class _Part(NamedTuple):
 class ShownParts:
     """Refuses what a chat template ignores. It remembers the kinds of parts that were shown."""
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._shown: set[tuple[Any, ...]] = set()
 
     def require(self, chats: Iterable[Chat]) -> None:
@@ -75,7 +76,7 @@ class ShownParts:
         A template may leave the thoughts out of earlier turns, so a turn is looked at alone too.
         """
         is_over = chat.messages[-1]["role"] == "assistant"
-        text, changed = render(chat, self._template, generation_prompt=not is_over), change(chat)
+        text, changed = render(chat, self._tokenizer, generation_prompt=not is_over), change(chat)
         if self._rendered(changed, None, generation_prompt=not is_over) != text:
             return False
         if number is None or chat.messages[number]["role"] != "assistant":
@@ -88,7 +89,7 @@ class ShownParts:
     ) -> str | None:
         """Return the text of a chat; None if the template refuses it."""
         try:
-            return render(chat, self._template, num_messages, generation_prompt=generation_prompt)
+            return render(chat, self._tokenizer, num_messages, generation_prompt=generation_prompt)
         except DataError:
             return None
 

@@ -22,7 +22,7 @@ from spmd_rl.data.message_fields import MARKS, weight_of
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import Message
-from spmd_rl.data.render.prompt_format import Tokenizer
+from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
 

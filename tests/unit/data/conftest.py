@@ -18,6 +18,9 @@ class CharTokenizer:
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] * add_special_tokens + [ord(c) for c in line] for line in text]}
 
+    def num_tokens(self, text: str) -> int:
+        return len(text) + 1
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, token_ids))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,6 +20,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.recipes import rejection_sampling
 from spmd_rl.types.prompts import Prompt
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, QWEN, tokenizer_of
+from tests.unit.data.conftest import CharTokenizer
 from tests.unit.hooks.cases import make_sample
 
 USER = {"role": "user", "content": "hi"}
@@ -147,10 +148,11 @@ LOOPS = {
 }
 
 
-class Looping(NamedTuple):
-    """A tokenizer with this template, and nothing else."""
+class Looping(CharTokenizer):
+    """A tokenizer with this template."""
 
-    text: str
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, **kwargs: Any) -> Any:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -13,7 +13,7 @@ from spmd_rl.data.documents import DocumentConfig, Documents
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.render.eos import eos_ids
-from spmd_rl.data.render.special_tokens import beginning, begun_once
+from spmd_rl.data.render.tokenizer import beginning, begun_once
 from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import DataError
 from spmd_rl.rollout.engine import SamplingConfig
