@@ -94,9 +94,9 @@ class Documents:
         while num_tokens:
             if self._position == len(self._document):
                 self._draw()
-            piece = self._cut(num_tokens)
-            pieces.append(_learned(piece.tokens, self._source))
-            num_tokens -= piece.num_new
+            piece, num_new = self._cut(num_tokens)
+            pieces.append(piece)
+            num_tokens -= num_new
         return pieces
 
     def one_pass(self) -> list[SftPair]:
@@ -107,7 +107,7 @@ class Documents:
         for document in self._stream.all():
             self._begin(document)
             while self._position < len(self._document):
-                pieces.append(_learned(self._cut(self._max_tokens).tokens, self._source))
+                pieces.append(self._cut(self._max_tokens)[0])
         return pieces
 
     def count_tokens(self) -> int:
@@ -154,12 +154,16 @@ class Documents:
         without_end = tokens[:-1] if tokens and tokens[-1] == self._eos else tokens
         return np.array([*without_end, self._eos], np.int32)
 
-    def _cut(self, num_tokens: int) -> _Piece:
-        """Return the next piece of the document, with at most `num_tokens` new tokens."""
+    def _cut(self, num_tokens: int) -> tuple[SftPair, int]:
+        """Return the next piece of the document, and how many of its tokens no piece before it had.
+
+        These are `num_tokens` at most. All tokens but the piece's first are learned.
+        """
         repeated = 1 if self._position else 0
         num_new = min(num_tokens, self._max_tokens - repeated, len(self._document) - self._position)
         start, self._position = self._position, self._position + num_new
-        return _Piece(self._document[start - repeated : self._position], num_new)
+        tokens = self._document[start - repeated : self._position]
+        return SftPair(tokens, np.arange(len(tokens)) > 0, self._source), num_new
 
 
 class Document(NamedTuple):
@@ -189,14 +193,6 @@ class DocumentPreparer(Preparer[Document]):
         return len(encoded).to_bytes(8, "little") + encoded
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A sequence, and how many of its tokens no piece before it had."""
-
-    tokens: NDArray[np.int32]
-    num_new: int
-
-
 def check_length(cfg: DocumentConfig, context: int) -> None:
     """Raises: ConfigError when sequences of that length do not fit the model's context."""
     if cfg.max_tokens > context:
@@ -216,8 +212,3 @@ def check_documents(path: str, cfg: DocumentConfig, context: int, num_bytes: int
     for chunk in records.chunks(records.num_within(num_bytes)):
         for record in chunk:
             record.text(cfg.text_key)
-
-
-def _learned(tokens: NDArray[np.int32], source: str) -> SftPair:
-    """Return a sequence of which all tokens but the first are learned."""
-    return SftPair(tokens, np.arange(len(tokens)) > 0, source)

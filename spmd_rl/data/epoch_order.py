@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ class EpochOrder:
         self.num_drawn = 0
         self._seed = seed
         self._shuffle = shuffle
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._order = lru_cache(_KEPT)(self._shuffled)  # by epoch
 
     def next(self) -> int:
         """Return the index of the record that the next draw takes."""
@@ -34,11 +35,7 @@ class EpochOrder:
         epoch, position = divmod(draw, self.num_records)
         if not self._shuffle:
             return position
-        if epoch not in self._orders:
-            if len(self._orders) == _KEPT:
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = self._shuffled(epoch)
-        return int(self._orders[epoch][position])
+        return int(self._order(epoch)[position])
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         # Python keeps Random(text).random() the same in all versions, but not shuffle(). From the

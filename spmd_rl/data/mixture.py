@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class Mixture:
         self._offset = np.uint64(int.from_bytes(digest[:8], "little"))
         # how many draws of each source are in the blocks before each block
         self._before = [np.zeros(len(weights), np.int64)]
-        self._blocks: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._block = lru_cache(_KEPT)(self._placed)  # by its number
 
     def places(self, draws: Sequence[int]) -> list[tuple[int, int]]:
         """Return source and draw within the source of each of these draws."""
@@ -83,24 +84,17 @@ class Mixture:
             found.append((int(sources[draw % _BLOCK]), int(places[draw % _BLOCK])))
         return found
 
-    def _block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if number not in self._blocks:
-            while len(self._before) <= number:
-                counts = np.bincount(self._sources(len(self._before) - 1), minlength=self._size)
-                self._before.append(self._before[-1] + counts)
-            sources = self._sources(number)
-            places = np.empty(_BLOCK, np.int64)
-            for source, before in enumerate(self._before[number]):
-                (at,) = np.nonzero(sources == source)
-                places[at] = np.arange(before, before + len(at))
-            if len(self._blocks) == _KEPT:
-                del self._blocks[min(self._blocks)]
-            self._blocks[number] = sources, places
-        return self._blocks[number]
-
-    @property
-    def _size(self) -> int:
-        return len(self.names)
+    def _placed(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return source and place of each draw of a block."""
+        while len(self._before) <= number:
+            counts = np.bincount(self._sources(len(self._before) - 1), minlength=len(self.names))
+            self._before.append(self._before[-1] + counts)
+        sources = self._sources(number)
+        places = np.empty(_BLOCK, np.int64)
+        for source, before in enumerate(self._before[number]):
+            (at,) = np.nonzero(sources == source)
+            places[at] = np.arange(before, before + len(at))
+        return sources, places
 
     def _sources(self, block: int) -> NDArray[np.int64]:
         """Return the source of each draw of a block."""
@@ -134,6 +128,5 @@ class Mixture:
 
 def _bounds(weights: Sequence[float]) -> NDArray[np.float64]:
     """Return where each source ends between 0 and 1."""
-    sums = np.cumsum(weights)
-    bounds: NDArray[np.float64] = sums / sums[-1]
-    return bounds
+    sums: NDArray[np.float64] = np.cumsum(weights, dtype=np.float64)
+    return sums / sums[-1]

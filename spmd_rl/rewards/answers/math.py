@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from spmd_rl.rewards.answers.boxed import has_box, last_boxed
@@ -163,13 +163,9 @@ def _is_whole(plain: str, found: Read) -> bool:
     return not _PART.search(found.rest) and written <= len(_NUMERAL.findall(found.text))
 
 
-@lru_cache(maxsize=1)
+@cache
 def _verifier() -> Any:
     from math_verify import verify
 
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)  # that its time-outs are off
-
-    def verify_golds(golds: list[Any], found: list[Any]) -> bool:
-        return bool(verify(golds, found, timeout_seconds=None))
-
-    return verify_golds
+    return partial(verify, timeout_seconds=None)

@@ -117,19 +117,17 @@ def is_harmless(latex: str) -> bool:
     most = MAX_SYMBOL_UNIONS if _SYMBOL.search(latex) else MAX_UNIONS
     if len(_SETS.findall(latex)) > most:
         return False
-    depth = deepest = curly = deepest_curly = 0
-    for letter in latex:
-        if letter in "([":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif letter in ")]":  # of a half-open interval too
-            depth = max(depth - 1, 0)
-        elif letter == "{":
-            curly += 1
-            deepest_curly = max(deepest_curly, curly)
-        elif letter == "}":
-            curly = max(curly - 1, 0)
-    return deepest <= MAX_ROUND and deepest_curly <= MAX_CURLY
+    # a bracket of one kind may close one of another, in a half-open interval
+    return _depth(latex, "([", ")]") <= MAX_ROUND and _depth(latex, "{", "}") <= MAX_CURLY
+
+
+def _depth(text: str, opening: str, closing: str) -> int:
+    """Return how deep brackets are nested."""
+    depth = deepest = 0
+    for letter in text:
+        depth = max(depth + (letter in opening) - (letter in closing), 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def arithmetic(text: str) -> Any:
