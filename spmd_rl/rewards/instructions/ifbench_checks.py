@@ -37,17 +37,6 @@ def _plain_words(text: str) -> list[str]:
     return text.lower().translate(_PUNCTUATION).split()
 
 
-def _word_count_range(text: str, given: Arguments) -> bool:
-    count = len(re.findall(r"\w+", text))
-    return int(given["min_words"]) <= count <= int(given["max_words"])
-
-
-def _conjunctions(text: str, given: Arguments) -> bool:
-    """As published, spellings with other capitals or punctuation count as others."""
-    found = {word for word in text.split() if word.strip(_AROUND).lower() in _CONJUNCTIONS}
-    return len(found) >= int(given["small_n"])
-
-
 def _punctuation(text: str, _: Arguments) -> bool:
     """Every mark occurs, and an interrobang besides."""
     if not any(mark in text for mark in ("!?", "?!", "\u203d")):
@@ -77,16 +66,6 @@ def _alphabet(text: str, _: Arguments) -> bool:
     return all(letter == right for letter, right in zip(letters, wanted, strict=True))
 
 
-def _vowel(text: str, _: Arguments) -> bool:
-    inner = text.strip()
-    return "\n" not in inner and len(set("aeiou") & set(inner.lower())) <= 3
-
-
-def _paragraph_last_first(text: str, _: Arguments) -> bool:
-    lines = [line.strip().lower().strip(_AROUND).split() for line in text.split("\n")]
-    return all(words[0] == words[-1] for words in lines if words)
-
-
 def _newline(text: str, _: Arguments) -> bool:
     """Each word stands on a line of its own."""
     plain = text.translate(_PUNCTUATION).strip()
@@ -97,16 +76,6 @@ def _thesis(text: str, _: Arguments) -> bool:
     parts = _OPENED.split(text, maxsplit=1)
     thesis, *rest = _CLOSED.split(parts[-1], maxsplit=1)
     return len(parts) == 2 and bool(thesis.strip() and rest and rest[0].strip())
-
-
-def _repeat_change(text: str, given: Arguments) -> bool:
-    wanted = given["prompt_to_repeat"]
-    return text != wanted and text.split()[1:] == wanted.split()[1:]
-
-
-def _repeat_span(text: str, given: Arguments) -> bool:
-    span = slice(int(given["n_start"]), int(given["n_end"]))
-    return text.lower().split() == given["prompt_to_repeat"].lower().split()[span]
 
 
 def _is_napoleonic(text: str) -> bool:
@@ -129,11 +98,17 @@ def _csv_city(text: str, _: Arguments) -> bool:
 
 
 CHECKS: dict[str, Check] = {
-    "count:word_count_range": _word_count_range,
+    "count:word_count_range": lambda text, given: (
+        int(given["min_words"]) <= len(re.findall(r"\w+", text)) <= int(given["max_words"])
+    ),
     "count:unique_word_count": lambda text, given: (
         len({word.strip(_AROUND) for word in text.lower().split()}) >= int(given["N"])
     ),
-    "count:conjunctions": _conjunctions,
+    # as published, spellings with other capitals or punctuation count as others
+    "count:conjunctions": lambda text, given: (
+        sum(word.strip(_AROUND).lower() in _CONJUNCTIONS for word in set(text.split()))
+        >= int(given["small_n"])
+    ),
     "count:numbers": lambda text, given: (
         len(re.findall(r"\d+", text.translate(_PUNCTUATION))) == int(given["N"])
     ),
@@ -144,7 +119,9 @@ CHECKS: dict[str, Check] = {
     "count:keywords_multiple": _keywords_multiple,
     "count:words_japanese": _words_japanese,
     "words:alphabet": _alphabet,
-    "words:vowel": _vowel,
+    "words:vowel": lambda text, _: (
+        "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3
+    ),
     "words:consonants": lambda text, _: all(
         _CONSONANTS.search(word) for word in text.lower().split()
     ),
@@ -157,7 +134,11 @@ CHECKS: dict[str, Check] = {
     "words:repeats": lambda text, given: (
         max(Counter(_plain_words(text)).values(), default=0) <= int(given["small_n"])
     ),
-    "words:paragraph_last_first": _paragraph_last_first,
+    "words:paragraph_last_first": lambda text, _: all(
+        words[0] == words[-1]
+        for line in text.lower().split("\n")
+        if (words := line.strip().strip(_AROUND).split())
+    ),
     "words:no_consecutive": lambda text, _: all(
         word[0] != following[0] for word, following in pairwise(_plain_words(text))
     ),
@@ -168,8 +149,14 @@ CHECKS: dict[str, Check] = {
         part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
     ),
     "format:no_whitespace": lambda text, _: not any(letter.isspace() for letter in text),
-    "repeat:repeat_change": _repeat_change,
-    "repeat:repeat_span": _repeat_span,
+    "repeat:repeat_change": lambda text, given: (
+        text != given["prompt_to_repeat"]
+        and text.split()[1:] == given["prompt_to_repeat"].split()[1:]
+    ),
+    "repeat:repeat_span": lambda text, given: (
+        text.lower().split()
+        == given["prompt_to_repeat"].lower().split()[int(given["n_start"]) : int(given["n_end"])]
+    ),
     "custom:character_reverse": lambda text, _: "elgae dlab" in text.lower(),
     "custom:multiples": lambda text, _: (
         re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
 
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _AROUND = string.punctuation + " "
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 _LETTERED = re.compile(r"\W*[aA]\W*[bB]\W*[cC]\W*")
@@ -137,16 +138,6 @@ def _reverse_newline(text: str, _: Arguments) -> bool:
     return len(countries) >= _NUM_COUNTRIES and countries == sorted(countries, reverse=True)
 
 
-def _word_reverse(text: str, _: Arguments) -> bool:
-    words = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
-    return "bald eagle" in " ".join(reversed(words))
-
-
-def _european_capitals_sort(text: str, _: Arguments) -> bool:
-    listed = [part.strip() for part in _ascii(text).split(",")]
-    return [part for part in listed if part] == _CAPITALS
-
-
 def _ascii(text: str) -> str:
     """Return a text without accents, and without letters that are still not ASCII."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
@@ -204,8 +195,12 @@ LAYOUT_CHECKS: dict[str, Check] = {
     "format:sub-bullets": lambda text, _: all("-" in bullet for bullet in text.split("*")[1:]),
     "custom:mcq_count_length": _mcq_count_length,
     "custom:reverse_newline": _reverse_newline,
-    "custom:word_reverse": _word_reverse,
-    "custom:european_capitals_sort": _european_capitals_sort,
+    "custom:word_reverse": lambda text, _: (
+        "bald eagle" in " ".join(reversed(text.lower().translate(_PUNCTUATION).split()))
+    ),
+    "custom:european_capitals_sort": lambda text, _: (
+        [*filter(None, map(str.strip, _ascii(text).split(",")))] == _CAPITALS
+    ),
     "custom:csv_special_character": _csv_special_character,
     "custom:csv_quotes": _csv_quotes,
     "repeat:repeat_simple": lambda text, _: (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Callable
 from itertools import pairwise
 
 from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
@@ -65,30 +66,8 @@ def _num_ending(sentences: list[str], end: str) -> int:
     return sum(sentence.endswith(end) for sentence in sentences)
 
 
-def _sentence_type(text: str, _: Arguments) -> bool:
-    sentences = split_sentences(text)
-    return _num_ending(sentences, ".") == 2 * _num_ending(sentences, "?")
-
-
-def _sentence_balance(text: str, _: Arguments) -> bool:
-    sentences = split_sentences(text)
-    return len({_num_ending(sentences, end) for end in ".?!"}) == 1
-
-
-def _sentence_words(text: str, _: Arguments) -> bool:
-    """As published, the words of the three sentences may be the same."""
-    sentences = split_sentences(text)
-    return len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
-
-
-def _keyword(text: str, given: Arguments) -> bool:
-    sentences, nth = split_sentences(text), int(given["N"])
-    return len(sentences) >= nth and given["word"].lower() in sentences[nth - 1].lower()
-
-
-def _alliteration_increment(text: str, _: Arguments) -> bool:
-    counts = [_num_alliterative(sentence) for sentence in split_sentences(text)]
-    return all(one < other for one, other in pairwise(counts))
+def _num_words(sentence: str) -> int:
+    return len(sentence.translate(_PUNCTUATION).split())
 
 
 def _num_alliterative(sentence: str) -> int:
@@ -97,19 +76,6 @@ def _num_alliterative(sentence: str) -> int:
     same = [one == other for one, other in pairwise(letters)]
     num_runs = sum(now and not before for before, now in pairwise([False, *same]))
     return sum(same) + num_runs
-
-
-def _last_first(text: str, _: Arguments) -> bool:
-    for sentence, following in pairwise(split_sentences(text)):
-        words, others = sentence.rstrip(_AROUND).split(), following.lstrip(_AROUND).split()
-        if not words or not others or words[-1].lower() != others[0].lower():
-            return False
-    return True
-
-
-def _increment(text: str, given: Arguments) -> bool:
-    counts = [len(one.translate(_PUNCTUATION).split()) for one in split_sentences(text)]
-    return all(other - one == int(given["small_n"]) for one, other in pairwise(counts))
 
 
 def _no_bullets_bullets(text: str, _: Arguments) -> bool:
@@ -130,16 +96,48 @@ def _no_bullets_bullets(text: str, _: Arguments) -> bool:
     return num_bullets >= 2
 
 
-SENTENCE_CHECKS: dict[str, Check] = {
-    "ratio:sentence_type": _sentence_type,
-    "ratio:sentence_balance": _sentence_balance,
-    "ratio:sentence_words": _sentence_words,
-    "sentence:keyword": _keyword,
-    "sentence:alliteration_increment": _alliteration_increment,
-    "sentence:increment": _increment,
-    "words:last_first": _last_first,
-    "format:no_bullets_bullets": _no_bullets_bullets,
-    "custom:sentence_alphabet": lambda text, _: (
-        [one[:1].lower() for one in split_sentences(text)] == [*string.ascii_lowercase]
+def _follows(sentence: str, following: str) -> bool:
+    """Whether a sentence begins with the last word of the one before it."""
+    words, others = sentence.rstrip(_AROUND).split(), following.lstrip(_AROUND).split()
+    return bool(words and others) and words[-1].lower() == others[0].lower()
+
+
+# checks of the sentences of a response; as published, those of sentence_words may be the same
+_OF_SENTENCES: dict[str, Callable[[list[str], Arguments], bool]] = {
+    "ratio:sentence_type": lambda sentences, _: (
+        _num_ending(sentences, ".") == 2 * _num_ending(sentences, "?")
     ),
+    "ratio:sentence_balance": lambda sentences, _: (
+        len({_num_ending(sentences, end) for end in ".?!"}) == 1
+    ),
+    "ratio:sentence_words": lambda sentences, _: (
+        len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
+    ),
+    "sentence:keyword": lambda sentences, given: (
+        len(sentences) >= int(given["N"])
+        and given["word"].lower() in sentences[int(given["N"]) - 1].lower()
+    ),
+    "sentence:alliteration_increment": lambda sentences, _: all(
+        count < more for count, more in pairwise(map(_num_alliterative, sentences))
+    ),
+    "sentence:increment": lambda sentences, given: all(
+        more - count == int(given["small_n"])
+        for count, more in pairwise(map(_num_words, sentences))
+    ),
+    "words:last_first": lambda sentences, _: all(
+        _follows(sentence, following) for sentence, following in pairwise(sentences)
+    ),
+    "custom:sentence_alphabet": lambda sentences, _: (
+        [sentence[:1].lower() for sentence in sentences] == [*string.ascii_lowercase]
+    ),
+}
+
+
+def _of_text(check: Callable[[list[str], Arguments], bool]) -> Check:
+    return lambda text, given: check(split_sentences(text), given)
+
+
+SENTENCE_CHECKS: dict[str, Check] = {
+    "format:no_bullets_bullets": _no_bullets_bullets,
+    **{name: _of_text(check) for name, check in _OF_SENTENCES.items()},
 }

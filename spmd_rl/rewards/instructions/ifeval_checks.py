@@ -15,10 +15,8 @@ Check = Callable[[str, Arguments], bool]
 
 _YES_OR_NO = "My answer is yes.", "My answer is no.", "My answer is maybe."
 _CODE_FENCES = "```json", "```Json", "```JSON", "```"
-_STAR_BULLET = re.compile(r"^\s*\*[^*].*$", re.MULTILINE)
-_HYPHEN_BULLET = re.compile(r"^\s*-.*$", re.MULTILINE)
-_SINGLE_STARS = re.compile(r"\*([^\n*]*)\*")
-_DOUBLE_STARS = re.compile(r"\*\*([^\n*]*)\*\*")
+_BULLETS = re.compile(r"^\s*\*[^*].*$", re.MULTILINE), re.compile(r"^\s*-.*$", re.MULTILINE)
+_STARS = re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*")
 _CAPITALS = re.compile(r"\w+(?:[-.&/]\w+)*")
 
 _ABBREVIATIONS = (
@@ -94,13 +92,7 @@ def _postscript(text: str, given: Arguments) -> bool:
 
 def _number_bullet_lists(text: str, given: Arguments) -> bool:
     text = re.sub(r"\n\s+\n", "\n\n", text)  # or else the time would be that of its square
-    bullets = [*_STAR_BULLET.findall(text), *_HYPHEN_BULLET.findall(text)]
-    return len(bullets) == int(given["num_bullets"])
-
-
-def _number_highlighted_sections(text: str, given: Arguments) -> bool:
-    parts = [*_SINGLE_STARS.findall(text), *_DOUBLE_STARS.findall(text)]
-    return sum(bool(part.strip()) for part in parts) >= int(given["num_highlights"])
+    return sum(len(bullet.findall(text)) for bullet in _BULLETS) == int(given["num_bullets"])
 
 
 def _json_format(text: str, _: Arguments) -> bool:
@@ -176,7 +168,10 @@ CHECKS: dict[str, Check] = {
     "detectable_format:constrained_response": lambda text, _: any(
         answer in text for answer in _YES_OR_NO
     ),
-    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+    "detectable_format:number_highlighted_sections": lambda text, given: (
+        sum(bool(part.strip()) for stars in _STARS for part in stars.findall(text))
+        >= int(given["num_highlights"])
+    ),
     "detectable_format:multiple_sections": lambda text, given: (
         len(re.findall(rf"\s?{given['section_spliter']}\s?\d+\s?", text))
         >= int(given["num_sections"])
