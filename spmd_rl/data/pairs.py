@@ -13,7 +13,7 @@ from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.message_fields import MARKS, plain_fields, says_something, weight_of
 from spmd_rl.data.render.answer_end import assistant
 from spmd_rl.data.render.chat import chat_of, render
-from spmd_rl.data.render.messages import written_messages
+from spmd_rl.data.render.messages import without, written_messages
 from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.sft import AnsweredPreparer
@@ -147,9 +147,9 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     messages = written_messages(where, record.value(key))
     if messages is None:
         return record.text_or_number(key)
-    if not messages or not _is_assistant_message(messages[-1]):
+    *before, answer = messages or [None]
+    if not isinstance(answer, dict) or answer.get("role") != "assistant":
         raise DataError(where, "expected a text, or messages of which an assistant's is the last")
-    *before, answer = messages
     if answer.get("tool_calls"):
         raise DataError(where, "an answer of a preference pair cannot call tools")
     place = f"{where}[{len(before)}]"
@@ -172,12 +172,6 @@ def _messages(where: str, prompt: Any) -> list[Any]:
     if messages is None:
         return [{"role": "user", "content": prompt}]
     return [
-        {key: value for key, value in plain_fields(where, message).items() if key != "weight"}
-        if isinstance(message, dict)
-        else message
+        without(plain_fields(where, message), ["weight"]) if isinstance(message, dict) else message
         for message in messages
     ]
-
-
-def _is_assistant_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,15 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 class ArrowRecords(Records):
     """The rows of Arrow record batches.
 
-    `open_batches` returns the batches for the time of one reading, so that no mapped page stays.
-    `num_rows` are their rows. `order` says which row each record is; None: as stored.
+    `open_batches` returns what gives a batch by its number, for the time of one reading, so that no
+    mapped page stays. `num_rows` are the rows of the batches. `order` says which row each record
+    is; None: as stored.
     """
 
     def __init__(
         self,
         path: Path,
-        open_batches: Callable[[], Batches],
+        open_batches: Callable[[], Callable[[int], Any]],
         *,
         num_rows: Sequence[int],
         num_bytes: int,
@@ -61,14 +62,14 @@ class ArrowRecords(Records):
             rows = self._order[rows]
         of = np.searchsorted(self._starts, rows, side="right") - 1
         breaks = (np.diff(rows) != 1) | (np.diff(of) != 0)
-        batches = self._open_batches()
+        batch_of = self._open_batches()
         places = [f"{self._path}:{number + 1}" for number in numbers]
         found: list[dict[str, Any]] = []
         for run in np.split(rows, np.flatnonzero(breaks) + 1):  # of rows that follow each other
             batch = int(of[len(found)])
             start = int(run[0] - self._starts[batch])
             of_run = places[len(found) : len(found) + len(run)]
-            found += rows_of(batches[batch].slice(start, len(run)), of_run)
+            found += rows_of(batch_of(batch).slice(start, len(run)), of_run)
         return [DataRecord(place, row) for place, row in zip(places, found, strict=True)]
 
     def digest(self) -> str:
@@ -78,12 +79,6 @@ class ArrowRecords(Records):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
-
-
-class Batches(Protocol):
-    """Record batches by their numbers."""
-
-    def __getitem__(self, number: int, /) -> Any: ...
 
 
 def open_parquet(file: Path) -> ArrowRecords:
@@ -96,47 +91,42 @@ def open_parquet(file: Path) -> ArrowRecords:
             groups = (table.metadata.row_group(n) for n in range(table.metadata.num_row_groups))
             num_bytes = sum(group.total_byte_size for group in groups)
             if num_bytes > _IN_MEMORY:
-                unpacked = _Unpacked(table)
-                batches: Batches = unpacked
-                num_rows = unpacked.num_rows
+                batch_of, num_rows = _unpacked(table)
             else:
-                batches = held = [*table.iter_batches()]
-                num_rows = [batch.num_rows for batch in held]
+                held = [*table.iter_batches()]
+                batch_of, num_rows = held.__getitem__, [batch.num_rows for batch in held]
     except (lib.ArrowException, OSError) as error:
         raise DataError(str(file), f"not a parquet file: {error}") from error
-    return ArrowRecords(file, lambda: batches, num_rows=num_rows, num_bytes=num_bytes, files=[file])
+    return ArrowRecords(
+        file, lambda: batch_of, num_rows=num_rows, num_bytes=num_bytes, files=[file]
+    )
 
 
-class _Unpacked:
-    """The rows of a parquet file in a temporary file, whose space is free when this object is.
+def _unpacked(table: Any) -> tuple[Callable[[int], Any], list[int]]:
+    """Return what reads the batches of a parquet file from a temporary file, and their rows.
 
-    Raises: ConfigError when there is no space.
+    The space of the file is free when that is gone. Raises: ConfigError when there is no space.
     """
+    import pyarrow
+    from pyarrow import ipc
 
-    def __init__(self, table: Any) -> None:
-        import pyarrow
-        from pyarrow import ipc
-
-        self.num_rows: list[int] = []
-        try:
-            with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
-                path = Path(folder) / "rows.arrow"
-                with path.open("wb") as file, ipc.new_file(file, table.schema_arrow) as writer:
-                    for batch in table.iter_batches(batch_size=_BATCH):
-                        writer.write_batch(batch)
-                        self.num_rows.append(batch.num_rows)
-                # what is open can be read although it has no name any more
-                self._reader = ipc.open_file(pyarrow.OSFile(str(path)))
-        except OSError as error:
-            if error.errno is None:  # it is not the system's, but says what is wrong in the file
-                raise
-            raise ConfigError(
-                f"a large parquet file is unpacked into a temporary folder, and that failed: "
-                f"{error}: make space, or set TMPDIR to a folder with more of it"
-            ) from error
-
-    def __getitem__(self, number: int) -> Any:
-        return self._reader.get_batch(number)
+    num_rows: list[int] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
+            path = Path(folder) / "rows.arrow"
+            with path.open("wb") as file, ipc.new_file(file, table.schema_arrow) as writer:
+                for batch in table.iter_batches(batch_size=_BATCH):
+                    writer.write_batch(batch)
+                    num_rows.append(batch.num_rows)
+            # what is open can be read although it has no name any more
+            return ipc.open_file(pyarrow.OSFile(str(path))).get_batch, num_rows
+    except OSError as error:
+        if error.errno is None:  # it is not the system's, but says what is wrong in the file
+            raise
+        raise ConfigError(
+            f"a large parquet file is unpacked into a temporary folder, and that failed: "
+            f"{error}: make space, or set TMPDIR to a folder with more of it"
+        ) from error
 
 
 def is_dataset(folder: Path) -> bool:
@@ -173,7 +163,7 @@ def _open_mapped(folder: Path, files: list[Path], indices: list[Path]) -> ArrowR
     order = [batch.column(0).to_numpy() for file in indices for batch in _mapped(file)]
     return ArrowRecords(
         folder,
-        open_batches,
+        lambda: open_batches().__getitem__,
         num_rows=[batch.num_rows for batch in batches],
         num_bytes=sum(batch.nbytes for batch in batches),
         files=[*files, *indices],

@@ -43,7 +43,10 @@ def read(row: Json) -> Json:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         parts = _parts(role, {"content": blocks}, where)
         messages += turn(role, parts, **(said(item, where) if role == "assistant" else {}))
-    tools = [_read_tool(item, where) for where, item in items_of(request, "tools", needed=False)]
+    tools = []
+    for where, item in items_of(request, "tools", needed=False):
+        schema = get(item, "input_schema", dict, where)
+        tools.append(tool(get(item, "name", str, where), item.get("description"), schema))
     return record(row | request, USED, messages, tools)
 
 
@@ -62,11 +65,6 @@ def _parts(role: str, item: Json, where: str) -> Iterator[tuple[str, Any]]:
             yield "result", message("tool", text, tool_call_id=used)
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
             refuse_part(kind, place)
-
-
-def _read_tool(item: Any, where: str) -> Json:
-    schema = get(item, "input_schema", dict, where)
-    return tool(get(item, "name", str, where), item.get("description"), schema)
 
 
 def write(row: Json) -> Json:

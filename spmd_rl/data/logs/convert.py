@@ -56,12 +56,9 @@ def _row(where: str, line: bytes) -> Json | DataError:
         raise DataError(where, f"not valid JSON: {text[:20]} is no number that JSON has")
 
     try:
-        return _object(where, parse_finite_json(where, line, refuse))
+        row = parse_finite_json(where, line, refuse)
     except DataError as error:
         return error
-
-
-def _object(where: str, row: object) -> Json | DataError:
     kind = type(row).__name__
     return row if isinstance(row, dict) else DataError(where, f"expected an object, got {kind}")
 

@@ -35,14 +35,6 @@ class Format(NamedTuple):
     write: Callable[[Json], Json]
 
 
-def _read_ours(row: Json) -> Json:
-    return row | {"messages": messages_of("messages", row.get("messages"))}
-
-
-def _ours(row: Json) -> Json:
-    return row
-
-
 def _read_trajectory(row: Json) -> Json:
     """Return our form of a run of SWE-agent, which has its messages under `history`."""
     history = {"messages": get(row, "history", list, "")}
@@ -51,7 +43,10 @@ def _read_trajectory(row: Json) -> Json:
 
 OURS = "messages"
 FORMATS = {
-    OURS: Format(_read_ours, _ours),
+    OURS: Format(
+        lambda row: row | {"messages": messages_of("messages", row.get("messages"))},
+        lambda row: row,
+    ),
     "openai": Format(openai_chat.read, openai_chat.write),
     "responses": Format(openai_responses.read, openai_responses.write),
     "anthropic": Format(anthropic.read, anthropic.write),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from spmd_rl.data.logs.form import (
     Json,
@@ -45,7 +44,12 @@ def read(row: Json) -> Json:
         if not isinstance(item, dict):
             raise DataError(where, f"expected an object, got {type(item).__name__}")
         _read_item(item, messages, where)
-    tools = [_read_tool(item, place) for place, item in functions(request)]
+    tools = []
+    for where, item in functions(request):
+        if get(item, "type", str, where) != "function":
+            refuse_part(item["type"], where)
+        name = get(item, "name", str, where)
+        tools.append(tool(name, item.get("description"), item.get("parameters")))
     return record(row | request, USED, messages, tools)
 
 
@@ -84,12 +88,6 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
         messages.append(message("tool", text, tool_call_id=get(item, "call_id", str, where)))
     else:
         refuse_part(kind, where)
-
-
-def _read_tool(item: Any, where: str) -> Json:
-    if get(item, "type", str, where) != "function":
-        refuse_part(item["type"], where)
-    return tool(get(item, "name", str, where), item.get("description"), item.get("parameters"))
 
 
 def write(row: Json) -> Json:

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from spmd_rl.data.logs import openai_chat
-from spmd_rl.data.logs.form import Json, ToolCalls, functions, get, record
+from spmd_rl.data.logs.form import Json, ToolCalls, functions, get, items_of, record
 from spmd_rl.errors import DataError
 
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
@@ -81,24 +81,18 @@ def _of_object(value: Json, role: str, where: str) -> list[Json]:
 
 def _of_langchain(value: Json, where: str) -> Json:
     """Return a message of LangChain's in the form of OpenAI."""
-    calls = [_call(call, f"{where}.tool_calls") for call in value.get("tool_calls") or ()]
+    calls = []
+    for place, call in items_of(value, "tool_calls", where, needed=False):
+        function = {"name": get(call, "name", str, place), "arguments": call.get("args")}
+        calls.append({"id": call.get("id"), "function": function})
     kept = {key: value.get(key) for key in ("content", "tool_call_id")}
-    return kept | {"role": _ROLES[value["type"]], "tool_calls": calls} | _thought(value)
+    more = value.get("additional_kwargs")
+    thought = more.get("reasoning_content") if isinstance(more, dict) else None
+    said = {"reasoning_content": thought} if thought else {}
+    return kept | {"role": _ROLES[value["type"]], "tool_calls": calls} | said
 
 
 def _kind(path: Any) -> str:
     """Return the kind of message that a class of LangChain is, such as human."""
     name = str(path[-1]) if isinstance(path, list) and path else ""
     return name.removesuffix("Chunk").removesuffix("Message").lower()
-
-
-def _thought(value: Json) -> Json:
-    more = value.get("additional_kwargs")
-    found = more.get("reasoning_content") if isinstance(more, dict) else None
-    return {"reasoning_content": found} if found else {}
-
-
-def _call(call: Any, where: str) -> Json:
-    """Return a call of LangChain's in the form of OpenAI."""
-    function = {"name": get(call, "name", str, where), "arguments": call.get("args")}
-    return {"id": call.get("id"), "function": function}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 from spmd_rl.data.message_fields import plain_fields
@@ -70,6 +71,11 @@ def messages_of(where: str, value: Any) -> list[Message]:
 def begins_with_system(messages: list[Message]) -> bool:
     """Whether the first message is a system prompt."""
     return messages[0]["role"] in SYSTEM_ROLES
+
+
+def without(message: Message, fields: Collection[str]) -> Message:
+    """Return a message without some fields."""
+    return {key: value for key, value in message.items() if key not in fields}
 
 
 def tools_of(where: str, value: Any) -> list[dict[str, Any]]:

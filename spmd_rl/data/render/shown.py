@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.data.message_fields import says_something
 from spmd_rl.data.render.chat import Chat, render
-from spmd_rl.data.render.messages import Message, begins_with_system
+from spmd_rl.data.render.messages import Message, begins_with_system, without
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import DataError
 
@@ -106,7 +106,7 @@ def _parts(chat: Chat) -> Iterator[_Part]:
     called: set[str] = set()
     for number, message in enumerate(chat.messages):
         if message["role"] == "tool" and message.get("name") in called:
-            message = _without(message, "name")  # the call that it answers shows the name
+            message = without(message, ["name"])  # the call that it answers shows the name
         called |= _called(message)
         fields = frozenset(key for key, value in message.items() if says_something(value))
         around = (*roles[number : number + 3], fields, about)
@@ -129,7 +129,7 @@ def _changes(
     if role not in ("user", "assistant"):
         yield "role", f"role {role!r}", _role_change(_NO_ROLE)
     if calls := message.get("tool_calls"):
-        yield "tool_calls", "tool calls", partial(_without, field="tool_calls")
+        yield "tool_calls", "tool calls", partial(without, fields=["tool_calls"])
         if _without_arguments(message) != message:
             yield "arguments", "arguments of tool calls", _without_arguments
         if len(calls) > 1:
@@ -165,11 +165,7 @@ def _field_change(field: str, value: Any) -> Callable[[Message], Message]:
     """Return what takes a field out; a number or truth value becomes the opposite of what it is."""
     if isinstance(value, (bool, int, float)):
         return lambda message: message | {field: not value}
-    return partial(_without, field=field)
-
-
-def _without(message: Message, field: str) -> Message:
-    return {key: value for key, value in message.items() if key != field}
+    return partial(without, fields=[field])
 
 
 def _without_arguments(message: Message) -> Message:

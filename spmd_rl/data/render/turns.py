@@ -21,7 +21,7 @@ import numpy as np
 from spmd_rl.data.message_fields import MARKS, weight_of
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
-from spmd_rl.data.render.messages import Message
+from spmd_rl.data.render.messages import Message, without
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
@@ -136,7 +136,7 @@ def _sequences(
     chat: Chat, learn: Learn, tokenizer: Tokenizer, ends: dict[int, str], eos: int
 ) -> list[_Sequence]:
     """Return the turns to learn, in one sequence as long as a turn's prompt goes on from it."""
-    plain = replace(chat, messages=[_without_marks(message) for message in chat.messages])
+    plain = replace(chat, messages=[without(message, MARKS) for message in chat.messages])
     sequences: list[_Sequence] = []
     for number in learned_turns(chat, learn):
         turn = _turn(plain, number, tokenizer, [*filter(None, ends.values())])
@@ -194,7 +194,3 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, dict):
         return _words([*value.keys(), *value.values()])
     return [text for one in value for text in _words(one)] if isinstance(value, list) else []
-
-
-def _without_marks(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key not in MARKS}

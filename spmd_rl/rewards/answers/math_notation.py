@@ -113,7 +113,7 @@ def without_dollar(text: str) -> str:
 def _written_out(match: re.Match[str]) -> str:
     """Return a number in scientific notation as digits; the match itself where it is another."""
     before = match.string[: match.start()].rstrip()
-    power = int(_ascii(match["power"] or match["exponent"]))
+    power = int(re.sub(f"[{_MINUS}]", "-", match["power"] or match["exponent"]))
     if before.endswith(("^", "_", "/", "\\")) or abs(power) > MAX_EXPONENT:
         return match[0]
     whole, _, rest = match["digits"].replace(",", "").partition(".")
@@ -130,7 +130,3 @@ def _fraction(match: re.Match[str]) -> str:
     repeated = Fraction(int(block), 10 ** len(block) - 1)
     value = (int(match["whole"] + once or "0") + repeated) / 10 ** len(once)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _ascii(number: str) -> str:
-    return re.sub(f"[{_MINUS}]", "-", number)

@@ -134,7 +134,8 @@ def _pair(given: Any, expected: Any, function: str) -> CodeTest:
         return PairTest(_text(given), _text(expected))
     if isinstance(given, str):
         arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
-        return CallTest(function, arguments, [_from_json(expected)])
+        value = json.loads(expected) if isinstance(expected, str) else expected
+        return CallTest(function, arguments, [value])
     if not isinstance(given, list):
         raise TypeError(f"the arguments are a {type(given).__name__}, not a list")
     is_one = isinstance(expected, list) and len(expected) == 1
@@ -147,10 +148,6 @@ def _function(names: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _from_json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def _lines(text: str) -> list[str]:

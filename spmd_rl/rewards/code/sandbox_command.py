@@ -87,7 +87,8 @@ def sandbox_command(
         words += ["--seccomp", str(calls)]
     if is_root:
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command = ["setpriv", *_unused_user(), "--clear-groups", "--", *command]
+        user = str(FIRST_UNUSED_USER + os.getpid())
+        command = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--", *command]
     return [*words, "/bin/sh", "-c", FIRST_PROCESS, "sh", *command]
 
 
@@ -123,8 +124,3 @@ def _new_folder(path: str) -> Iterator[str]:
     for folder in [*reversed(Path(path).parents), Path(path)]:
         if folder != Path("/"):
             yield from ("--perms", "0755", "--dir", str(folder))
-
-
-def _unused_user() -> list[str]:
-    user = str(FIRST_UNUSED_USER + os.getpid())
-    return ["--reuid", user, "--regid", user]

@@ -109,10 +109,10 @@ class SandboxSession:
         while b"\n" not in self._held:
             if len(self._held) > max_bytes:
                 raise SessionEnded("output")
-            ready: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(self._out, _set, ready)
+            ready = asyncio.Event()
+            loop.add_reader(self._out, ready.set)
             try:
-                await ready
+                await ready.wait()
             finally:
                 loop.remove_reader(self._out)
             try:
@@ -124,8 +124,3 @@ class SandboxSession:
             self._held += data
         line, _, self._held = self._held.partition(b"\n")
         return line
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -70,29 +70,25 @@ async def judge(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, f
     return score(judged.passed, rubric)
 
 
-@cache
-def _cache(folder: str, max_entries: int) -> JudgeCache:
-    return JudgeCache(folder, max_entries)
+_cache = cache(JudgeCache)  # one in a process, by its settings
 
 
 async def _judged(cfg: JudgeConfig, rubric: Rubric, body: dict[str, Any]) -> Judged:
     """Ask for a verdict, and once more if the first one is malformed."""
-    completion = await _complete(cfg, body)
-    try:
-        verdicts = read_verdict(_text(completion), rubric)
-    except ValueError as problem:
-        repair = [
-            {"role": "assistant", "content": _text(completion)},
-            {"role": "user", "content": REPAIR.format(problem=problem)},
-        ]
-        again = body | {"messages": [*body["messages"], *repair]}
-        completion = await _complete(cfg, again)
+    messages, problem = body["messages"], ""
+    for _ in range(2):
+        completion = await _complete(cfg, body | {"messages": messages})
+        text = completion.choices[0].message.content or ""
         try:
-            verdicts = read_verdict(_text(completion), rubric)
+            verdicts = read_verdict(text, rubric)
         except ValueError as error:
-            raise ServerError(f"the judge gave no verdict of the schema twice: {error}") from error
-    passed, reasons = [one.passes for one in verdicts], [one.reason for one in verdicts]
-    return Judged(passed, completion.model, completion.system_fingerprint or "", reasons)
+            problem = str(error)
+            repair = {"role": "user", "content": REPAIR.format(problem=problem)}
+            messages = [*messages, {"role": "assistant", "content": text}, repair]
+            continue
+        passed, reasons = [one.passes for one in verdicts], [one.reason for one in verdicts]
+        return Judged(passed, completion.model, completion.system_fingerprint or "", reasons)
+    raise ServerError(f"the judge gave no verdict of the schema twice: {problem}")
 
 
 async def _complete(cfg: JudgeConfig, body: dict[str, Any]) -> _Completion:
@@ -114,7 +110,3 @@ def _read_completion(answer: bytes) -> _Completion:
     if not completion.choices:
         raise ValueError("the answer has no choice")
     return completion
-
-
-def _text(completion: _Completion) -> str:
-    return completion.choices[0].message.content or ""
