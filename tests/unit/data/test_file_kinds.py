@@ -60,22 +60,18 @@ def write_dataset(
 @on_one_folder
 @given(
     content=st.lists(st.sampled_from([b'{"a":1}', b"\n", b"\r\n", b" ", b"\t", b"\xe2\x80\xa8"])),
-    piece=st.integers(1, 9),
 )
-def test_lines_are_found_whatever_the_pieces(
-    tmp_path: Path, content: list[bytes], piece: int
-) -> None:
+def test_lines_are_found(tmp_path: Path, content: list[bytes]) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(b"".join(content))
-    with pytest.MonkeyPatch.context() as patch, file.open("rb") as opened:
-        patch.setattr(jsonl_records, "_PIECE", piece)
-        index = jsonl_records.index_lines(opened)
+    with file.open("rb") as opened:
+        starts, stops, numbers = jsonl_records.index_lines(opened)
     data = file.read_bytes()
     found = [
         (int(number), data[start:stop])
-        for number, start, stop in zip(index.numbers, index.starts, index.stops, strict=True)
+        for number, start, stop in zip(numbers, starts, stops, strict=True)
     ]
-    assert found == [(number, line.rstrip(b"\n")) for number, line in numbered_lines(file)]
+    assert found == [*numbered_lines(file)]
 
 
 def test_a_file_that_changes_after_its_opening_is_noticed(tmp_path: Path) -> None:
