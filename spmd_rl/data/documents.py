@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.config.rules import at_least
 from spmd_rl.data.files.files import open_documents
 from spmd_rl.data.files.record import DataRecord
-from spmd_rl.data.preparer import Preparer
+from spmd_rl.data.files.record_store import Preparer
 from spmd_rl.data.render.tokenizer import Tokenizer, beginning, begun_once
 from spmd_rl.data.sft import learned_eos
 from spmd_rl.data.stream import RecordStream

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.files.files import DataRecord
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.message_fields import MARKS, plain_fields, says_something, weight_of
 from spmd_rl.data.render.answer_end import assistant
 from spmd_rl.data.render.chat import chat_of, render

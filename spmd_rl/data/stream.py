@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
-from spmd_rl.data.epoch_order import EpochOrder
+import numpy as np
+from numpy.typing import NDArray
+
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import Records
-from spmd_rl.data.files.record_store import RecordStore
+from spmd_rl.data.files.record_store import Preparer, RecordStore
 from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
-from spmd_rl.data.preparer import Preparer
 from spmd_rl.errors import DataError
 
 T = TypeVar("T")
@@ -20,6 +22,7 @@ T = TypeVar("T")
 DATA_CHANGED = (
     "not those of the checkpoint: restore the data file, or start a new run with --run.name"
 )
+_KEPT = 2  # orders of epochs: prompts that are given back may be those of the epoch before
 
 
 class RecordStream(Generic[T]):
@@ -141,3 +144,38 @@ class RecordStream(Generic[T]):
             return digests[0]
         named = [" ".join(pair) for pair in zip(self._mixture.names, digests, strict=True)]
         return hashlib.sha256("\n".join(named).encode()).hexdigest()
+
+
+class EpochOrder:
+    """Endless draws from `num_records` records, every record once an epoch.
+
+    The order of an epoch depends only on the seed, the epoch and the number of records. It is the
+    same on every machine and Python version. `num_drawn` is the whole state.
+    """
+
+    def __init__(self, num_records: int, *, seed: int | str, shuffle: bool) -> None:
+        self.num_records = num_records
+        self.num_drawn = 0
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(_KEPT)(self._shuffled)  # by epoch
+
+    def next(self) -> int:
+        """Return the index of the record that the next draw takes."""
+        self.num_drawn += 1
+        return self.index_of(self.num_drawn - 1)
+
+    def index_of(self, draw: int) -> int:
+        """Return the index of the record that a draw takes; draws are counted from 0."""
+        epoch, position = divmod(draw, self.num_records)
+        if not self._shuffle:
+            return position
+        return int(self._order(epoch)[position])
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        # Python keeps Random(text).random() the same in all versions, but not shuffle(). From the
+        # same state numpy draws the same numbers, in less time and memory.
+        _, state, _ = random.Random(f"{self._seed}/{epoch}").getstate()
+        stream = np.random.RandomState()
+        stream.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
+        return np.argsort(stream.random_sample(self.num_records), kind="stable")

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files.arrow_values import rows_of
-from spmd_rl.data.files.record import DataRecord, Records
-from spmd_rl.data.files.watched_records import WatchedRecords
+from spmd_rl.data.files.record import DataRecord, Records, WatchedRecords
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import parse_json
 

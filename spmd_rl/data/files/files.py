@@ -15,9 +15,13 @@ from spmd_rl.data.files.arrow_records import is_dataset, open_dataset, open_parq
 from spmd_rl.data.files.csv_records import read_csv
 from spmd_rl.data.files.json_records import read_json
 from spmd_rl.data.files.jsonl_records import JsonLines
-from spmd_rl.data.files.record import DataRecord as DataRecord
-from spmd_rl.data.files.record import ListedRecords, Records, SlicedRecords
-from spmd_rl.data.files.watched_records import WatchedRecords
+from spmd_rl.data.files.record import (
+    DataRecord,
+    ListedRecords,
+    Records,
+    SlicedRecords,
+    WatchedRecords,
+)
 from spmd_rl.errors import ConfigError, DataError
 
 Listed = list[DataRecord | DataError]

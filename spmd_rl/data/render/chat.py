@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
-from spmd_rl.data.files.files import DataRecord
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.render.messages import (
     Message,
     begins_with_system,
@@ -15,9 +19,11 @@ from spmd_rl.data.render.messages import (
     written_messages,
 )
 from spmd_rl.data.render.template_arguments import GIVEN, misread
-from spmd_rl.data.render.template_steps import bounded_steps
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.errors import ConfigError, DataError, SpmdError
+
+MAX_STEPS = 20_000_000  # lines of a compiled template; 100,000 messages take a few millions
+_FILE = "<template>"  # where jinja says that the code of a template stands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,3 +168,32 @@ def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
 
 def _optional(record: DataRecord, key: str) -> Any:
     return record.get(key) if key else None
+
+
+@contextmanager
+def bounded_steps() -> Iterator[None]:
+    """Let templates take `MAX_STEPS` in this thread.
+
+    A thread cannot be stopped from outside, so the interpreter asks at each line.
+    Raises: RuntimeError after the last step.
+    """
+    left = most = MAX_STEPS
+
+    def at_line(frame: FrameType, event: str, given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError(
+                f"it loops, as it has run {most:,} lines: give the model's folder another one"
+            )
+        return at_line
+
+    def at_call(frame: FrameType, event: str, given: Any) -> Any:
+        return at_line if frame.f_code.co_filename == _FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.files.files import DataRecord
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.prompts import PromptConfig, Prompts
-from spmd_rl.data.render import template_steps
+from spmd_rl.data.render import chat as chat_module
 from spmd_rl.data.render.chat import Chat, ChatFormat, chat_of, render
 from spmd_rl.data.render.messages import messages_of
 from spmd_rl.data.render.shown import ShownParts
@@ -163,7 +163,7 @@ class Looping(CharTokenizer):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_template_that_loops_is_refused(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_steps, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(chat_module, "MAX_STEPS", 20_000)
     chat = Chat("f:1: prompt", [{"role": "user", "content": "x" * 99}], [], {})
     with pytest.raises(DataError, match=r"f:1: prompt: .* it loops, as it has run 20,000 lines"):
         render(chat, Looping(LOOPS[loop]), generation_prompt=True)

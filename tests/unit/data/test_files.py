@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.data.files.files import DataRecord, read_records
+from spmd_rl.data.files.files import read_records
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import record_store
 from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.data.stream import EpochOrder
 from spmd_rl.errors import DataError
 
 Jsonl = Callable[..., str]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs
+from spmd_rl.data.stream import EpochOrder
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 
 Jsonl = Callable[..., str]
