@@ -1,4 +1,4 @@
-"""Prepared records of one data file by their numbers: all held in memory, or read when asked for.
+"""What is prepared of the records of one data file: held in memory, or made when asked for.
 
 Of a small file, everything is tokenised at the start, so that every mistake in it is found there.
 """
@@ -17,6 +17,10 @@ from spmd_rl.data.files.record import DataRecord, Records
 from spmd_rl.errors import DataError
 
 T = TypeVar("T")
+
+# A file with more bytes or records is large: its records are read when they are drawn.
+SMALL_BYTES, SMALL_RECORDS = 1 << 24, 100_000
+FIRST = 1000  # records of a large file that are prepared at the start
 
 
 class Preparer(ABC, Generic[T]):
@@ -55,13 +59,6 @@ class Preparer(ABC, Generic[T]):
                     f"they are used as text, such as {numbers[0].text_or_number(key)!r}"
                 )
         return found
-
-
-T = TypeVar("T")
-
-# A file with more bytes or records is large: its records are read when they are drawn.
-SMALL_BYTES, SMALL_RECORDS = 1 << 24, 100_000
-FIRST = 1000  # records of a large file that are prepared at the start
 
 
 class RecordStore(Generic[T]):

@@ -85,24 +85,14 @@ def filter_program(machine: str = "") -> bytes:
             program += _refused(number, errno.EPERM)
     program += _refused(calls["clone3"], errno.ENOSYS)  # libraries then use clone
     program += _refused(calls["socket"], errno.EAFNOSUPPORT)
-    program += [
-        _step(_IF_EQUAL, calls["fcntl"], 0, 4),
-        _step(_LOAD, _SECOND_ARGUMENT),
-        _step(_IF_EQUAL, SET_PIPE_SIZE, 0, 1),
-        _step(_RETURN, _ERROR | errno.EPERM),
-        _step(_RETURN, _ALLOW),
-        _step(_IF_EQUAL, calls["clone"], 0, 4),
-        _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_IF_ANY, NEW_USER, 0, 1),
-        _step(_RETURN, _ERROR | errno.EPERM),
-        _step(_RETURN, _ALLOW),
-        _step(_IF_EQUAL, calls["socketpair"], 0, 3),
-        _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_IF_EQUAL, UNIX, 1, 0),
-        _step(_RETURN, _ERROR | errno.EAFNOSUPPORT),
-        _step(_RETURN, _ALLOW),
-    ]
-    return b"".join(program)
+    for name, argument, allowed, error in (
+        ("fcntl", _SECOND_ARGUMENT, _step(_IF_EQUAL, SET_PIPE_SIZE, 0, 1), errno.EPERM),
+        ("clone", _FIRST_ARGUMENT, _step(_IF_ANY, NEW_USER, 0, 1), errno.EPERM),
+        ("socketpair", _FIRST_ARGUMENT, _step(_IF_EQUAL, UNIX, 1, 0), errno.EAFNOSUPPORT),
+    ):
+        program += [_step(_IF_EQUAL, calls[name], 0, 4), _step(_LOAD, argument), allowed]
+        program += [_step(_RETURN, _ERROR | error), _step(_RETURN, _ALLOW)]
+    return b"".join([*program, _step(_RETURN, _ALLOW)])
 
 
 def _refused(number: int, error: int) -> list[bytes]:
