@@ -40,22 +40,31 @@ class CodeConfig:
         require(bool(self.language.strip()), "language", self.language, "a word such as python")
 
 
-@dataclass(frozen=True)
-class RemoteConfig:
-    """The server that `remote` asks for a reward (docs/rewards.md)."""
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a server is asked for one sample."""
 
-    url: str = ""  # each sample is posted there as JSON
-    # headers by name, each with the environment variable that holds its value
-    headers_from: dict[str, str] = field(default_factory=dict)
     retries: int = 4  # after the first request, where it may help
     deadline_s: float = 25.0  # of all requests for a sample, to a server that is there
     away_s: float = 300.0  # for which the server may be away, as in a restart
 
     def __post_init__(self) -> None:
-        _check_url("url", self.url)
-        _check_variables("headers_from", self.headers_from)
         at_least(self, {"retries": 0, "away_s": 0})
         _positive(self, "deadline_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteConfig(Patience):
+    """The server that `remote` asks for a reward (docs/rewards.md)."""
+
+    url: str = ""  # each sample is posted there as JSON
+    # headers by name, each with the environment variable that holds its value
+    headers_from: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_url("url", self.url)
+        _check_variables("headers_from", self.headers_from)
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,8 @@ class Criterion:
         _positive(self, "weight")
 
 
-@dataclass(frozen=True)
-class JudgeConfig:
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(Patience):
     """The language model that `judge` asks, and what for (docs/rewards.md)."""
 
     base_url: str = ""  # of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1
@@ -84,19 +93,15 @@ class JudgeConfig:
     checklist: tuple[Criterion, ...] = ()
     temperature: float = 0.0  # of the judge's answer
     max_tokens: int = 2048  # of the judge's answer
-    retries: int = 4  # after the first request, where it may help
-    deadline_s: float = 25.0  # of all requests for a sample, to a server that is there
-    away_s: float = 300.0  # for which the server may be away, as in a restart
     cache_folder: str = ""  # where verdicts are kept for later runs; "": in memory alone
     cache_entries: int = 100_000  # verdicts in the memory of one process, at most
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_url("base_url", self.base_url)
         if self.key_from:
             _check_variables("key_from", {"key_from": self.key_from})
-        at_least(self, {"temperature": 0, "max_tokens": 1, "retries": 0, "cache_entries": 1})
-        at_least(self, {"away_s": 0})
-        _positive(self, "deadline_s")
+        at_least(self, {"temperature": 0, "max_tokens": 1, "cache_entries": 1})
         names = [criterion.name for criterion in self.checklist]
         require(len(names) == len(set(names)), "checklist", names, "names that differ")
 

@@ -10,22 +10,66 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_rl.data.logs import (
-    alpaca,
     anthropic,
     gemini,
     openai_chat,
     openai_responses,
-    raw,
     sharegpt,
+    texts,
     traces,
 )
 from spmd_rl.data.logs.form import Json, check, get
-from spmd_rl.data.logs.patch import apply, difference
 from spmd_rl.data.render.messages import messages_of
 from spmd_rl.errors import ConfigError, DataError
+
+Change = list[Any]  # [path, value] sets a value; [path] removes one
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two JSON values are equal; unlike in Python, 1 is neither 1.0 nor true."""
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
+
+
+def difference(have: Any, want: Any, path: tuple[str | int, ...] = ()) -> list[Change]:
+    """Return the changes that make `want` of `have`."""
+    if isinstance(have, dict) and isinstance(want, dict):
+        changes: list[Change] = [[[*path, key]] for key in have if key not in want]
+        for key, value in want.items():
+            if key in have:
+                changes += difference(have[key], value, (*path, key))
+            else:
+                changes.append([[*path, key], value])
+        return changes
+    if isinstance(have, list) and isinstance(want, list) and len(have) == len(want):
+        return [
+            change
+            for index, (left, right) in enumerate(zip(have, want, strict=True))
+            for change in difference(left, right, (*path, index))
+        ]
+    return [] if same(have, want) else [[[*path], want]]
+
+
+def apply(value: Any, changes: list[Change]) -> Any:
+    """Return a copy of `value` with the changes made. Raises: DataError where one does not fit."""
+    root = [json.loads(json.dumps(value))]
+    try:
+        for change in changes:
+            path, new = change[0], change[1:]
+            place: Any = root
+            keys: list[Any] = [0, *path]
+            for key in keys[:-1]:
+                place = place[key]
+            last = keys[-1]
+            if new:
+                place[last] = new[0]
+            else:
+                del place[last]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise DataError("extra", "what was kept of the original does not fit") from error
+    return root[0]
 
 
 class Format(NamedTuple):
@@ -52,11 +96,11 @@ FORMATS = {
     "anthropic": Format(anthropic.read, anthropic.write),
     "gemini": Format(gemini.read, gemini.write),
     "sharegpt": Format(sharegpt.read, sharegpt.write),
-    "raw": Format(raw.read, raw.write),
+    "raw": Format(texts.read_raw, texts.write_raw),
 }
 # formats that are only read
 READ_ONLY: dict[str, Callable[[Json], Json]] = {
-    "alpaca": alpaca.read,
+    "alpaca": texts.read_alpaca,
     "trl": partial(traces.read, asked="prompt", answered="completion"),
     "langfuse": partial(traces.read, asked="input", answered="output"),
     "langsmith": partial(traces.read, asked="inputs", answered="outputs"),

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.rewards.config import Patience
 from spmd_rl.rewards.deadline import uncounted
 
 if TYPE_CHECKING:
@@ -41,16 +42,12 @@ class _Away(_Retried):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A JSON body for a URL. `retries` and `deadline_s` (seconds) bound all requests together to a
-    server that is there; `away_s` bounds how long it may be away in between.
-    """
+    """A JSON body for a URL, which the server is asked as long as `patience` says."""
 
     url: str
     body: bytes
     headers: Mapping[str, str]
-    retries: int
-    deadline_s: float
-    away_s: float
+    patience: Patience
 
 
 _CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
@@ -98,32 +95,33 @@ async def ask(request: HttpRequest, read: Callable[[bytes], T]) -> T:
     Raises: ServerError after the last request, for a status that says that none will help, at the
     deadline, and when the server was away for too long.
     """
+    patience = request.patience
     last, clock = "no answer yet", asyncio.get_running_loop().time
     num_failed = num_away = 0
     away_since_s = 0.0
     try:
         with uncounted():
-            async with asyncio.timeout(request.deadline_s) as limit:
-                while num_failed <= request.retries:
+            async with asyncio.timeout(patience.deadline_s) as limit:
+                while num_failed <= patience.retries:
                     try:
                         return await _ask_once(request, read)
                     except _Away as error:
                         last, num_away = str(error), num_away + 1
                         away_since_s = away_since_s if num_away > 1 else clock()
-                        if clock() - away_since_s >= request.away_s:
+                        if clock() - away_since_s >= patience.away_s:
                             raise ServerError(
-                                f"{request.url} was away for {request.away_s:g} s, at last: {last}"
+                                f"{request.url} was away for {patience.away_s:g} s, at last: {last}"
                             ) from error
                     except _Retried as error:
                         last, num_failed, num_away = str(error), num_failed + 1, 0
                     wait_s = _wait_s(num_failed + num_away)
                     if num_away:
-                        limit.reschedule(clock() + wait_s + request.deadline_s)
-                    if num_failed <= request.retries:
+                        limit.reschedule(clock() + wait_s + patience.deadline_s)
+                    if num_failed <= patience.retries:
                         await asyncio.sleep(wait_s)
     except TimeoutError as error:
         raise ServerError(
-            f"{request.url} gave no answer in {request.deadline_s:g} s, at last: {last}"
+            f"{request.url} gave no answer in {patience.deadline_s:g} s, at last: {last}"
         ) from error
     raise ServerError(f"{request.url} failed {num_failed} times, at last: {last}")
 

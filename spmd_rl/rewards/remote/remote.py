@@ -32,7 +32,7 @@ async def remote(ctx: HookContext, prompt: Prompt, sample: Sample) -> float | di
     if len(sample.messages) > 1:
         body["messages"] = sample.messages
     headers = header_values(cfg.headers_from, "graders.remote.headers_from")
-    request = HttpRequest(cfg.url, as_json(body), headers, cfg.retries, cfg.deadline_s, cfg.away_s)
+    request = HttpRequest(cfg.url, as_json(body), headers, cfg)
     return await ask(request, _reward)
 
 

@@ -21,8 +21,7 @@ from spmd_rl.rewards.deadline import WATCH
 from spmd_rl.rewards.remote import http
 from spmd_rl.rewards.remote import judge as judge_module
 from spmd_rl.rewards.remote.http import ServerError
-from spmd_rl.rewards.remote.judge import judge
-from spmd_rl.rewards.remote.judge_cache import JudgeCache, Judged
+from spmd_rl.rewards.remote.judge import JudgeCache, Judged, judge
 from spmd_rl.rewards.remote.judge_prompt import question, read_verdict, rubric_of, score
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.graded import context, grade, make_prompt, run

@@ -10,8 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.data.logs import anthropic, formats
-from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
-from spmd_rl.data.logs.patch import apply, difference, same
+from spmd_rl.data.logs.formats import (
+    FORMATS,
+    apply,
+    deduce,
+    difference,
+    export_row,
+    import_row,
+    same,
+)
 from spmd_rl.errors import ConfigError, DataError
 
 FAST = settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
