@@ -66,8 +66,8 @@ class Mixture:
         per_step: int = 1,
     ) -> None:
         self.names = [*weights]
-        self._bounds = _bounds([*weights.values()])
-        self._pick, self._per_step = pick, per_step
+        # without `pick` the weights are looked at once a block
+        self._pick, self._per_step = pick or (lambda *_: weights), per_step if pick else _BLOCK
         digest = hashlib.sha256(f"{seed}/mixture".encode()).digest()
         self._offset = np.uint64(int.from_bytes(digest[:8], "little"))
         # how many draws of each source are in the blocks before each block
@@ -101,8 +101,6 @@ class Mixture:
         draws = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
         # 53 bits of an equally distributed number, as a fraction of 1
         at = ((self._offset + draws * _STRIDE) >> np.uint64(11)) * 2.0**-53
-        if self._pick is None:
-            return np.searchsorted(self._bounds, at, side="right")
         sources = np.empty(_BLOCK, np.int64)
         steps = draws.astype(np.int64) // self._per_step
         for step in range(int(steps[0]), int(steps[-1]) + 1):
@@ -112,7 +110,7 @@ class Mixture:
         return sources
 
     def _bounds_of(self, step: int) -> NDArray[np.float64]:
-        assert self._pick is not None
+        """Return where each source ends between 0 and 1 in a step."""
         weights = self._pick(step, [*self.names])
         is_usable = isinstance(weights, Mapping) and all(
             name in self.names and isinstance(weight, (int, float)) and 0 <= weight < math.inf
@@ -123,10 +121,6 @@ class Mixture:
                 f"hooks.pick_sources returned {weights!r} for step {step + 1}: it must return "
                 f"weights of 0 or more, at least one above 0, for sources of {self.names}"
             )
-        return _bounds([float(weights.get(name, 0)) for name in self.names])
-
-
-def _bounds(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return where each source ends between 0 and 1."""
-    sums: NDArray[np.float64] = np.cumsum(weights, dtype=np.float64)
-    return sums / sums[-1]
+        sums = np.cumsum([float(weights.get(name, 0)) for name in self.names])
+        bounds: NDArray[np.float64] = sums / sums[-1]
+        return bounds

@@ -29,39 +29,39 @@ USED = ("messages", "system", "tools", "request", "body", "response", "content")
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     request, response = exchange(row, "content")
-    items = [*get(request, "messages", list, "")]
+    items = [*get(request, "messages", kind=list)]
     if response is not None:
         is_text = isinstance(response, str)
-        content = response if is_text else get(response, "content", list, "response")
+        content = response if is_text else get(response, "content", "response", list)
         items.append({"role": "assistant", "content": content})
     messages: list[Json] = []
     if request.get("system") is not None:
         messages.append(message("system", text_of(request["system"], "system")))
     for where, item in items_of({"messages": items}, "messages"):
-        role = get(item, "role", str, where)
+        role = get(item, "role", where)
         content = item.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         parts = _parts(role, {"content": blocks}, where)
         messages += turn(role, parts, **(said(item, where) if role == "assistant" else {}))
     tools = []
     for where, item in items_of(request, "tools", needed=False):
-        schema = get(item, "input_schema", dict, where)
-        tools.append(tool(get(item, "name", str, where), item.get("description"), schema))
+        schema = get(item, "input_schema", where, dict)
+        tools.append(tool(get(item, "name", where), item.get("description"), schema))
     return record(row | request, USED, messages, tools)
 
 
 def _parts(role: str, item: Json, where: str) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a turn but for its thoughts. Raises: DataError for those of others."""
     for place, block in items_of(item, "content", where):
-        kind = get(block, "type", str, place)
+        kind = get(block, "type", place)
         if kind == "text":
-            yield "text", get(block, "text", str, place)
+            yield "text", get(block, "text", place)
         elif kind == "tool_use" and role == "assistant":
             name, arguments = called(block, "input", place)
-            yield "call", call(get(block, "id", str, place), name, arguments)
+            yield "call", call(get(block, "id", place), name, arguments)
         elif kind == "tool_result" and role != "assistant":
             text = text_of(block.get("content"), f"{place}.content")
-            used = get(block, "tool_use_id", str, place)
+            used = get(block, "tool_use_id", place)
             yield "result", message("tool", text, tool_call_id=used)
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
             refuse_part(kind, place)

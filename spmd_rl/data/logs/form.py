@@ -24,7 +24,7 @@ _SAID = ("weight", "reasoning_content")
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *_SAID}
 
 
-def get(row: Any, key: str, kind: type, where: str) -> Any:
+def get(row: Any, key: str, where: str = "", kind: type = str) -> Any:
     """Return `row[key]`. Raises: DataError unless `row` is an object that has it, of this type."""
     if not isinstance(row, dict):
         raise DataError(where, f"expected an object, got {type(row).__name__}")
@@ -46,13 +46,13 @@ def items_of(
     """
     if needed or row.get(key):
         path = f"{where}.{key}" if where else key
-        for number, item in enumerate(get(row, key, list, where)):
+        for number, item in enumerate(get(row, key, where, list)):
             yield f"{path}[{number}]", item
 
 
 def only(response: Json, key: str) -> Any:
     """Return the one item of the list `response[key]`. Raises: DataError for more or less."""
-    items = get(response, key, list, "response")
+    items = get(response, key, "response", list)
     if len(items) != 1:
         raise DataError(f"response.{key}", f"expected one, got {len(items)}")
     return items[0]
@@ -70,7 +70,7 @@ def exchange(row: Json, reply: str) -> tuple[Json, Any]:
         response = response["body"]
     if not isinstance(response, (str, dict, type(None))):
         raise DataError("response", f"expected an object or a text, got {type(response).__name__}")
-    return get(row, name, dict, "") if name else row, response
+    return get(row, name, kind=dict) if name else row, response
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
@@ -83,9 +83,9 @@ def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str
         raise DataError(where, f"expected text or parts, got {type(content).__name__}")
     texts = []
     for place, part in items_of({where: content}, where):
-        if get(part, "type", str, place) not in kinds:
+        if get(part, "type", place) not in kinds:
             refuse_part(part["type"], place)
-        texts.append(get(part, "text", str, place))
+        texts.append(get(part, "text", place))
     return "".join(texts)
 
 
@@ -110,7 +110,7 @@ def call(call_id: str, name: str, arguments: Json) -> Json:
 
 def called(given: Any, key: str, where: str) -> tuple[str, Json]:
     """Return name and arguments of a call, which `key` names. Raises: DataError."""
-    name = get(given, "name", str, where)
+    name = get(given, "name", where)
     return name, object_of(f"{where}.{key}", given.get(key))
 
 
@@ -180,30 +180,30 @@ def others(record: Json, written: Json) -> Json:
 
 def check(row: Json, where: str = "") -> None:
     """Raises: DataError unless this is a record in our form."""
-    if not get(row, "messages", list, where):
+    if not get(row, "messages", where, list):
         raise DataError(f"{where}.messages", "there is no message")
     for place, item in items_of(row, "messages", where):
         _check_message(item, place)
     for place, item in items_of(row, "tools", where, needed=row.get("tools") is not None):
-        get(get(item, "function", dict, place), "name", str, f"{place}.function")
+        get(get(item, "function", place, dict), "name", f"{place}.function")
 
 
 def _check_message(item: Any, where: str) -> None:
-    if get(item, "role", str, where) not in ROLES:
+    if get(item, "role", where) not in ROLES:
         raise DataError(f"{where}.role", f"expected {', '.join(ROLES)}, got {item['role']!r}")
-    get(item, "content", str, where)
+    get(item, "content", where)
     if unknown := sorted(item.keys() - _MESSAGE_KEYS):
         raise DataError(f"{where}.{unknown[0]}", "no such field of a message")
     weight_of(where, item)
     for key in {"reasoning_content", "name", "tool_call_id"} & item.keys():
-        get(item, key, str, where)
+        get(item, key, where)
     if item["role"] == "tool":
-        get(item, "tool_call_id", str, where)
+        get(item, "tool_call_id", where)
     for place, made in items_of(item, "tool_calls", where, needed="tool_calls" in item):
-        function = get(made, "function", dict, place)
-        get(made, "id", str, place)
-        get(function, "name", str, f"{place}.function")
-        get(function, "arguments", dict, f"{place}.function")
+        function = get(made, "function", place, dict)
+        get(made, "id", place)
+        get(function, "name", f"{place}.function")
+        get(function, "arguments", f"{place}.function", dict)
 
 
 class ToolCalls:

@@ -81,7 +81,7 @@ class Format(NamedTuple):
 
 def _read_trajectory(row: Json) -> Json:
     """Return our form of a run of SWE-agent, which has its messages under `history`."""
-    history = {"messages": get(row, "history", list, "")}
+    history = {"messages": get(row, "history", kind=list)}
     return openai_chat.read({key: row[key] for key in row if key != "history"} | history)
 
 

@@ -35,12 +35,12 @@ _BESIDE = {"thought", "thoughtSignature", "thought_signature"}
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     request, response = exchange(row, "candidates")
-    items = [*get(request, "contents", list, "")]
+    items = [*get(request, "contents", kind=list)]
     if isinstance(response, str):
         items.append({"role": "model", "parts": [{"text": response}]})
     elif response is not None:
         candidate = only(response, "candidates")
-        items.append(get(candidate, "content", dict, "response.candidates[0]"))
+        items.append(get(candidate, "content", "response.candidates[0]", dict))
     messages: list[Json] = []
     system = request.get("systemInstruction", request.get("system_instruction"))
     if system is not None:
@@ -70,7 +70,7 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
     kind = _ALIASES.get(kinds[0], kinds[0])
     if kind not in ("text", "functionCall", "functionResponse"):
         refuse_part(kind, where)
-    get(part, kinds[0], str if kind == "text" else dict, where)
+    get(part, kinds[0], where, str if kind == "text" else dict)
     return kind, part[kinds[0]]
 
 
@@ -86,7 +86,7 @@ def _parts(item: Json, calls: ToolCalls, where: str, role: str) -> Iterator[tupl
             name, arguments = called(value, "args", place)
             yield "call", call(calls.add(name, value.get("id")), name, arguments)
         else:
-            name, answer = get(value, "name", str, place), get(value, "response", dict, place)
+            name, answer = get(value, "name", place), get(value, "response", place, dict)
             only_text = [*answer] == ["output"] and isinstance(answer["output"], str)
             text = answer["output"] if only_text else json.dumps(answer)
             call_id = calls.answer(place, name, value.get("id"))
@@ -98,9 +98,9 @@ def _read_tools(request: Json) -> list[Json]:
     for where, group in items_of(request, "tools", needed=False):
         alias = "function_declarations"
         key = alias if isinstance(group, dict) and alias in group else "functionDeclarations"
-        for item in get(group, key, list, where):
+        for item in get(group, key, where, list):
             schema = item.get("parametersJsonSchema") if isinstance(item, dict) else None
-            name = get(item, "name", str, where)
+            name = get(item, "name", where)
             tools.append(tool(name, item.get("description"), item.get("parameters", schema)))
     return tools
 

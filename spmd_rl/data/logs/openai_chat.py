@@ -30,7 +30,7 @@ USED = ("messages", "tools", "request", "body", "response", "choices")
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     request, response = exchange(row, "choices")
-    items = [*get(request, "messages", list, "")]
+    items = [*get(request, "messages", kind=list)]
     if response is not None:
         reply = _reply(response)
         # messages beside a response may have it already; a request ends with what it gave before
@@ -48,7 +48,7 @@ def _reply(response: Any) -> Json:
         return {"role": "assistant", "content": response}
     if "role" in response:
         return dict(response)
-    return dict(get(only(response, "choices"), "message", dict, "response.choices[0]"))
+    return dict(get(only(response, "choices"), "message", "response.choices[0]", dict))
 
 
 def _is_there(reply: Json, last: Any) -> bool:
@@ -62,7 +62,7 @@ def _is_there(reply: Json, last: Any) -> bool:
 
 def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
     """Return a message in our form. `ids` has the calls before it. Raises: DataError."""
-    role = get(item, "role", str, where)
+    role = get(item, "role", where)
     for key in ("audio", "function_call", "refusal"):
         if item.get(key):
             raise DataError(f"{where}.{key}", "this is not converted")
@@ -81,7 +81,7 @@ def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
 
 
 def _call(made: Any, where: str, ids: ToolCalls) -> Json:
-    name, arguments = called(get(made, "function", dict, where), "arguments", where)
+    name, arguments = called(get(made, "function", where, dict), "arguments", where)
     return call(ids.add(name, made.get("id")), name, arguments)
 
 

@@ -32,23 +32,23 @@ def read(row: Json) -> Json:
     request, response = exchange(row, "output")
     given = request.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [*get({"input": items}, "input", list, "")]
+    items = [*get({"input": items}, "input", kind=list)]
     if isinstance(response, str):
         items.append({"role": "assistant", "content": response})
     elif response is not None:
-        items += get(response, "output", list, "response")
+        items += get(response, "output", "response", list)
     messages: list[Json] = []
     if request.get("instructions") is not None:
-        messages.append(message("system", get(request, "instructions", str, "")))
+        messages.append(message("system", get(request, "instructions")))
     for where, item in items_of({"input": items}, "input"):
         if not isinstance(item, dict):
             raise DataError(where, f"expected an object, got {type(item).__name__}")
         _read_item(item, messages, where)
     tools = []
     for where, item in functions(request):
-        if get(item, "type", str, where) != "function":
+        if get(item, "type", where) != "function":
             refuse_part(item["type"], where)
-        name = get(item, "name", str, where)
+        name = get(item, "name", where)
         tools.append(tool(name, item.get("description"), item.get("parameters")))
     return record(row | request, USED, messages, tools)
 
@@ -58,11 +58,11 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
 
     Items that differ in whether they are learned are not joined.
     """
-    kind, marks = get({"type": "message"} | item, "type", str, where), said(item, where)
+    kind, marks = get({"type": "message"} | item, "type", where), said(item, where)
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
     is_thought = "reasoning_content" in last and not (last["content"] or "tool_calls" in last)
     if kind == "message":
-        role = get(item, "role", str, where)
+        role = get(item, "role", where)
         text = text_of(item.get("content"), f"{where}.content", _TEXT)
         if role == "assistant" and is_thought:
             last |= {"content": text} | marks
@@ -81,11 +81,11 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
             messages.append(last)
         last |= marks
         name, arguments = called(item, "arguments", where)
-        made = call(get(item, "call_id", str, where), name, arguments)
+        made = call(get(item, "call_id", where), name, arguments)
         last.setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output", _TEXT)
-        messages.append(message("tool", text, tool_call_id=get(item, "call_id", str, where)))
+        messages.append(message("tool", text, tool_call_id=get(item, "call_id", where)))
     else:
         refuse_part(kind, where)
 

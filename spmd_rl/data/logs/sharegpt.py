@@ -38,7 +38,7 @@ def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     messages: list[Json] = []
     if row.get("system"):
-        messages.append(message("system", get(row, "system", str, "")))
+        messages.append(message("system", get(row, "system")))
     calls = ToolCalls()
     for where, turn in items_of(row, "conversations"):
         _read_turn(turn, messages, calls, where)
@@ -46,7 +46,7 @@ def read(row: Json) -> Json:
 
 
 def _read_turn(turn: Any, messages: list[Json], calls: ToolCalls, where: str) -> None:
-    speaker, value = get(turn, "from", str, where), get(turn, "value", str, where)
+    speaker, value = get(turn, "from", where), get(turn, "value", where)
     if speaker == "function_call":
         made = _read_calls(value, calls, f"{where}.value")
         last, marks = messages[-1] if messages else {}, said(turn, where)
@@ -78,7 +78,7 @@ def _read_calls(text: str, calls: ToolCalls, where: str) -> list[Json]:
 def _read_tools(given: Any) -> list[Json]:
     tools = []
     for where, item in items_of({"tools": tools_of("tools", given or None)}, "tools"):
-        get(item, "function" if "function" in item else "name", object, where)
+        get(item, "function" if "function" in item else "name", where, object)
         tools.append(item if "function" in item else {"type": "function", "function": item})
     return tools
 

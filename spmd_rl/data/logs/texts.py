@@ -18,7 +18,7 @@ ALPACA = ("instruction", "input", "output", "system", "history", *_DOLLY)
 
 def read_raw(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    prompt, completion = (get(row, key, str, "") for key in RAW)
+    prompt, completion = (get(row, key) for key in RAW)
     return record(row, RAW, [message("user", prompt), message("assistant", completion)], [])
 
 
@@ -34,13 +34,13 @@ def read_alpaca(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     given = {"system": "", "history": [], "input": ""}
     given |= {_DOLLY.get(key, key): row[key] for key in ALPACA if row.get(key) is not None}
-    system, question = get(given, "system", str, ""), get(given, "instruction", str, "")
-    if below := get(given, "input", str, ""):
+    system, question = get(given, "system"), get(given, "instruction")
+    if below := get(given, "input"):
         question = f"{question}\n{below}" if question else below
     messages = [message("system", system)] if system else []
     for where, turn in items_of(given, "history"):
         messages += _turn(turn, where)
-    messages += _turn([question, get(given, "output", str, "")], "")
+    messages += _turn([question, get(given, "output")], "")
     return record(row, ALPACA, messages, [])
 
 

@@ -83,7 +83,7 @@ def _of_langchain(value: Json, where: str) -> Json:
     """Return a message of LangChain's in the form of OpenAI."""
     calls = []
     for place, call in items_of(value, "tool_calls", where, needed=False):
-        function = {"name": get(call, "name", str, place), "arguments": call.get("args")}
+        function = {"name": get(call, "name", place), "arguments": call.get("args")}
         calls.append({"id": call.get("id"), "function": function})
     kept = {key: value.get(key) for key in ("content", "tool_call_id")}
     more = value.get("additional_kwargs")

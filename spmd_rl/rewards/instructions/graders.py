@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from spmd_rl.rewards.answers.final_text import final_text
@@ -15,6 +15,7 @@ from spmd_rl.types.samples import Sample
 
 INSTRUCTIONS, ARGUMENTS = "instruction_id_list", "kwargs"  # keys of the record, as published
 
+_CHECKS = {"IFEval": ifeval_checks.CHECKS, "IFBench": ifbench_checks.CHECKS}
 _TRIAL = "One sentence. Is it another one?\n\n* A third paragraph, with 3 words!"
 
 
@@ -26,7 +27,7 @@ def ifeval(prompt: Prompt, sample: Sample) -> dict[str, float]:
     read without its first line, its last line, or its asterisks.
     Raises: ValueError for an instruction that is not known or lacks an argument.
     """
-    return _grade(prompt, sample, "IFEval", ifeval_checks.CHECKS)
+    return _grade(prompt, sample, "IFEval")
 
 
 def ifbench(prompt: Prompt, sample: Sample) -> dict[str, float]:
@@ -35,33 +36,31 @@ def ifbench(prompt: Prompt, sample: Sample) -> dict[str, float]:
     Raises: ValueError for an instruction that is not known, needs a corpus or a trained model, or
     lacks an argument.
     """
-    return _grade(prompt, sample, "IFBench", ifbench_checks.CHECKS)
+    return _grade(prompt, sample, "IFBench")
 
 
 def check_ifeval(prompt: Prompt) -> None:
     """Raise a ValueError for a record whose IFEval instructions cannot be checked."""
-    _try(prompt, "IFEval", ifeval_checks.CHECKS)
+    _try(prompt, "IFEval")
 
 
 def check_ifbench(prompt: Prompt) -> None:
     """Raise a ValueError for a record whose IFBench instructions cannot be checked."""
-    _try(prompt, "IFBench", ifbench_checks.CHECKS)
+    _try(prompt, "IFBench")
 
 
-def _try(prompt: Prompt, benchmark: str, checks: Mapping[str, Check]) -> None:
+def _try(prompt: Prompt, benchmark: str) -> None:
     """Check each instruction of a record on a text, so that a missing argument shows."""
-    for instruction in _instructions(prompt, benchmark, checks):
-        instruction.is_followed(_TRIAL)
+    for is_followed in _instructions(prompt, benchmark):
+        is_followed(_TRIAL)
 
 
-def _grade(
-    prompt: Prompt, sample: Sample, benchmark: str, checks: Mapping[str, Check]
-) -> dict[str, float]:
-    instructions = _instructions(prompt, benchmark, checks)
+def _grade(prompt: Prompt, sample: Sample, benchmark: str) -> dict[str, float]:
+    instructions = _instructions(prompt, benchmark)
     text = final_text(prompt, sample).strip()
     forms = loose_forms(text)
-    strict = [one.is_followed(text) for one in instructions]
-    loose = [any(map(one.is_followed, forms)) for one in instructions]
+    strict = [is_followed(text) for is_followed in instructions]
+    loose = [any(map(is_followed, forms)) for is_followed in instructions]
     return {
         "reward": float(all(strict)),
         "strict": float(all(strict)),
@@ -86,34 +85,22 @@ def loose_forms(text: str) -> list[str]:
     return [*forms, *(form.replace("*", "") for form in forms)]
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    """An instruction of a record, with its arguments."""
-
-    name: str
-    check: Check
-    given: Mapping[str, Any]
-
-    def is_followed(self, text: str) -> bool:
-        """Return whether a text follows it. Raises: ValueError for wrong arguments."""
-        if not text.strip():
-            return False
-        try:
-            return self.check(text, self.given)
-        except KeyError as error:
-            raise ValueError(
-                f"{ARGUMENTS!r} of this record lacks {error} for {self.name}"
-            ) from error
-        except (re.error, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{ARGUMENTS!r} of this record are wrong for {self.name}: {error}"
-            ) from error
+def _is_followed(name: str, check: Check, given: Mapping[str, Any], text: str) -> bool:
+    """Return whether a text follows an instruction. Raises: ValueError for wrong arguments."""
+    if not text.strip():
+        return False
+    try:
+        return check(text, given)
+    except KeyError as error:
+        raise ValueError(f"{ARGUMENTS!r} of this record lacks {error} for {name}") from error
+    except (re.error, TypeError, AttributeError) as error:
+        problem = f"{ARGUMENTS!r} of this record are wrong for {name}: {error}"
+        raise ValueError(problem) from error
 
 
-def _instructions(
-    prompt: Prompt, benchmark: str, checks: Mapping[str, Check]
-) -> list[_Instruction]:
-    """Return the instructions of a record. Arguments that are null are left out."""
+def _instructions(prompt: Prompt, benchmark: str) -> list[Callable[[str], bool]]:
+    """Return the checks of a record's instructions. Arguments that are null are left out."""
+    checks = _CHECKS[benchmark]
     names, arguments = prompt.meta.get(INSTRUCTIONS), prompt.meta.get(ARGUMENTS)
     if not isinstance(names, list) or not names:
         raise ValueError(f"this record has no list {INSTRUCTIONS!r}")
@@ -124,4 +111,5 @@ def _instructions(
     given = [
         {key: value for key, value in (one or {}).items() if value is not None} for one in arguments
     ]
-    return [_Instruction(name, checks[name], one) for name, one in zip(names, given, strict=True)]
+    named = zip(names, given, strict=True)
+    return [partial(_is_followed, name, checks[name], own) for name, own in named]
