@@ -63,16 +63,21 @@ def weight_of(where: str, message: dict[Any, Any]) -> int | None:
         if value not in (0, 1):
             raise DataError(f"{where}.{name}", f"expected 0 or 1, got {value!r:.80}")
         found[name] = int(value) ^ (name in _MASKED)
+    weight: int | None = _agreed(where, found, "disagree on whether this message is learned")
+    return weight
+
+
+def _agreed(where: str, found: dict[str, Any], problem: str) -> Any:
+    """Return the value that fields have in common; None without any. Raises: DataError."""
     if len({*found.values()}) > 1:
-        names = " and ".join(map(repr, found))
-        raise DataError(where, f"{names} disagree on whether this message is learned")
+        raise DataError(where, f"{' and '.join(map(repr, found))} {problem}")
     return next(iter(found.values()), None)
 
 
 def _thought(where: str, message: dict[Any, Any]) -> str:
     """Return what was thought before a message, or ""."""
     content = message.get("content")
-    parts = [one for one in content if _is_thought(one)] if isinstance(content, list) else []
+    parts = [part for part in content if _is_thought(part)] if isinstance(content, list) else []
     fields = message | {"content": parts}
     blocks = (_text(f"{where}.{name}", fields.get(name) or "") for name in _THOUGHT_BLOCKS)
     return _written_thought(where, message) or next(filter(None, blocks), "")
@@ -83,9 +88,7 @@ def _written_thought(where: str, message: dict[Any, Any]) -> str:
     for name, value in found.items():
         if not isinstance(value, str):
             raise DataError(f"{where}.{name}", f"expected a text, got {value!r:.80}")
-    if len({*found.values()}) > 1:
-        raise DataError(where, f"{' and '.join(map(repr, found))} are two different thoughts")
-    return str(next(iter(found.values()), ""))
+    return _agreed(where, found, "are two different thoughts") or ""
 
 
 def _is_thought(part: Any) -> bool:

@@ -97,13 +97,11 @@ class PromptPreparer(Preparer[Prompt]):
         self, record: DataRecord, text: str, tokens: NDArray[np.int32], source: str
     ) -> Prompt | None:
         cfg = self._cfg
-        prompt = Prompt(
-            uid=-1,  # set by each draw
+        # each draw sets the uid
+        prompt = graded_prompt(record, cfg, uid=-1).replace(
             tokens=tokens,
             text=text,
-            answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
             source=source,
-            meta=_meta(record, cfg),
             reward=own_reward(record, cfg),
             chat=_chat(record, cfg),
         )

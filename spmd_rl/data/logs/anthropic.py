@@ -18,6 +18,7 @@ from spmd_rl.data.logs.form import (
     record,
     refuse_part,
     said,
+    split_system,
     text_of,
     tool,
     turn,
@@ -69,10 +70,8 @@ def _parts(role: str, item: Json, where: str) -> Iterator[tuple[str, Any]]:
 
 def write(row: Json) -> Json:
     """Return a request. Raises: DataError."""
-    messages, written = row["messages"], {}
-    if messages[0]["role"] == "system":
-        written["system"] = messages[0]["content"]
-        messages = messages[1:]
+    system, messages = split_system(row)
+    written: Json = {} if system is None else {"system": system}
     items: list[Json] = []
     results: list[Json] = []  # blocks of the message that a user's text may still join
     for one in messages:

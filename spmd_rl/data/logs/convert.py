@@ -79,22 +79,22 @@ def convert(
     for name, known in ((read, READ), (write, tuple(FORMATS))):
         if name not in known:
             raise ConfigError(f"no format {name!r}: there are {', '.join(known)}")
-    result = Converted(read, 0, [])
+    num_records, rejects = 0, list[Reject]()
     try:
         with atomic_file(target) as file:
             for number, row in read_rows(source):
-                result = result._replace(num_records=result.num_records + 1)
+                num_records += 1
                 try:
                     made = _converted(f"{source}:{number}", row, read, write)
                 except DataError as error:
-                    result.rejects.append(Reject(number, str(error)))
+                    rejects.append(Reject(number, str(error)))
                     continue
                 file.write(json.dumps(made).encode() + b"\n")
-            if len(result.rejects) == result.num_records:
+            if len(rejects) == num_records:
                 raise _NothingWritten
     except _NothingWritten:
         pass
-    return result
+    return Converted(read, num_records, rejects)
 
 
 class _NothingWritten(Exception):

@@ -114,6 +114,12 @@ def called(given: Any, key: str, where: str) -> tuple[str, Json]:
     return name, object_of(f"{where}.{key}", given.get(key))
 
 
+def split_system(row: Json) -> tuple[str | None, list[Json]]:
+    """Return the system prompt of a record in our form, or None, and its other messages."""
+    first, *others = row["messages"]
+    return (first["content"], others) if first["role"] == "system" else (None, [first, *others])
+
+
 def calls_of(item: Json) -> Iterator[tuple[str, str, Json]]:
     """Yield id, name and arguments of each call of a message in our form."""
     for made in item.get("tool_calls", ()):

@@ -21,6 +21,7 @@ from spmd_rl.data.logs.form import (
     record,
     refuse_part,
     said,
+    split_system,
     tool,
     turn,
 )
@@ -107,11 +108,8 @@ def _read_tools(request: Json) -> list[Json]:
 
 def write(row: Json) -> Json:
     """Return a request. Raises: DataError."""
-    messages: list[Json] = row["messages"]
-    written: Json = {}
-    if messages[0]["role"] == "system":
-        written["systemInstruction"] = {"parts": [{"text": messages[0]["content"]}]}
-        messages = messages[1:]
+    system, messages = split_system(row)
+    written: Json = {} if system is None else {"systemInstruction": {"parts": [{"text": system}]}}
     calls, items = ToolCalls(), []
     results: list[Json] = []
     for index, one in enumerate(messages):

@@ -18,6 +18,7 @@ from spmd_rl.data.logs.form import (
     record,
     refuse_part,
     said,
+    split_system,
     text_of,
     tool,
 )
@@ -92,10 +93,8 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
 
 def write(row: Json) -> Json:
     """Return a request. Raises: DataError."""
-    messages, written = row["messages"], {}
-    if messages[0]["role"] == "system":
-        written["instructions"] = messages[0]["content"]
-        messages = messages[1:]
+    system, messages = split_system(row)
+    written: Json = {} if system is None else {"instructions": system}
     written["input"] = [item for one in messages for item in _write_message(one)]
     if "tools" in row:
         written["tools"] = [{"type": "function", **item["function"]} for item in row["tools"]]
