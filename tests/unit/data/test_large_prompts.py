@@ -37,9 +37,14 @@ def test_the_order_is_that_of_pythons_sort(num: int, seed: int, epoch: int) -> N
 
 
 def test_orders_of_two_epochs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, made = EpochOrder(5, seed=0, shuffle=True), []
-    shuffled = order._shuffled
-    monkeypatch.setattr(order, "_shuffled", lambda epoch: made.append(epoch) or shuffled(epoch))
+    made, shuffled = [], EpochOrder._shuffled
+
+    def count(order: EpochOrder, epoch: int) -> Any:
+        made.append(epoch)
+        return shuffled(order, epoch)
+
+    monkeypatch.setattr(EpochOrder, "_shuffled", count)
+    order = EpochOrder(5, seed=0, shuffle=True)
     for draw in (0, 7, 1, 8, 12, 9):
         order.index_of(draw)
     assert made == [0, 1, 2]
