@@ -41,15 +41,6 @@ def open_records(path: str) -> Records:
     return _open(path, _OPENERS)
 
 
-def read_records(path: str) -> list[DataRecord]:
-    """Return all records of the file or slice, in file order; never empty.
-
-    Raises: DataError and ConfigError, as `open_records`; DataError for a malformed record.
-    """
-    records = open_records(path)
-    return [record for chunk in records.chunks(len(records)) for record in chunk]
-
-
 def open_documents(path: str, key: str, separator: str) -> Records:
     """Open a file of text documents, like `open_records`, also a .txt file.
 

@@ -16,8 +16,9 @@ import sys
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import FileIO
 from typing import Literal, NamedTuple
 
 from spmd_rl.errors import ConfigError, SpmdError
@@ -119,50 +120,42 @@ def start_in_sandbox(
     """
     numbers = {name: _file_of(data, stack) for name, data in files.items()}
     calls = _file_of(filter_program(), stack) if filter_program() else None
-    told, gate = stack.enter_context(_Pipe()), stack.enter_context(_Pipe())
+    (told, teller), (gate, opener) = _pipe(stack), _pipe(stack)
     words = sandbox_command(
         cfg,
         command,
         files=numbers,
-        status=told.write,
-        gate=gate.read,
+        status=teller.fileno(),
+        gate=gate.fileno(),
         calls=calls,
         is_root=os.geteuid() == 0,
     )
-    passed = [*numbers.values(), *([] if calls is None else [calls]), told.write, gate.read]
+    passed = [*numbers.values(), *([] if calls is None else [calls])]
     process = subprocess.Popen(
         words,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=passed,
+        pass_fds=[*passed, teller.fileno(), gate.fileno()],
         cwd="/",
         bufsize=0,
     )
     stack.enter_context(process)
     stack.callback(_end, process)
-    told.close_write()
-    first = _first_process(told.read)
+    teller.close()
+    first = _first_process(told.fileno())
     if first:
         pid, descriptor = first
         stack.callback(_end_tree, descriptor)
         _limit(cfg, pid)
-        os.write(gate.write, b"x")
-    return StartedSandbox(process, first is not None, gate.read)
+        opener.write(b"x")
+    return StartedSandbox(process, first is not None, gate.fileno())
 
 
-class _Pipe(AbstractContextManager["_Pipe"]):
-    def __init__(self) -> None:
-        self.read, self.write = os.pipe()
-
-    def close_write(self) -> None:
-        if self.write >= 0:
-            os.close(self.write)
-            self.write = -1
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.read)
-        self.close_write()
+def _pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
+    """Return the ends of a pipe to read and to write, which `stack` closes."""
+    reading, writing = os.pipe()
+    return stack.enter_context(FileIO(reading)), stack.enter_context(FileIO(writing, "w"))
 
 
 class _Output:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.files import arrow_records, jsonl_records
 from spmd_rl.data.files.csv_records import read_csv
-from spmd_rl.data.files.files import open_records, read_records
+from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.json_records import read_json
 from spmd_rl.data.files.record import DataRecord, ListedRecords
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import numbered_lines
+from tests.unit.data.whole_files import read_records
 
 FILE = Path("x.csv")
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}?"}], "level": i} for i in range(5)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.data.files.files import read_records
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.errors import ConfigError, DataError
+from tests.unit.data.whole_files import read_records
 
 Jsonl = Callable[..., str]
 LINES = [f'{{"prompt": "{i}"}}' for i in range(6)]

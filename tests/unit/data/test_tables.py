@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.data.files.arrow_values import rows_of
-from spmd_rl.data.files.files import open_records, read_records
+from spmd_rl.data.files.files import open_records
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import DataError
 from tests.unit.data.chat_templates import CHATML, tokenizer_of
 from tests.unit.data.test_file_kinds import write_dataset
+from tests.unit.data.whole_files import read_records
 
 pyarrow = pytest.importorskip("pyarrow")
 

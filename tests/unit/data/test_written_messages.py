@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.files.files import read_records
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs, check_sft
 from spmd_rl.errors import DataError
 from tests.unit.data.chat_templates import CHATML, tokenizer_of
+from tests.unit.data.whole_files import read_records
 
 Jsonl = Callable[..., str]
 ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 5*6?"}]

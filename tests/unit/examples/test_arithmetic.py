@@ -16,11 +16,11 @@ import pytest
 from examples.arithmetic import check
 from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
-from spmd_rl.data.files.files import read_records
 from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.model.read import read_spec
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from tests.unit.data.whole_files import read_records
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"

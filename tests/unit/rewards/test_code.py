@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.rank.tasks import Failed, Graded
 from spmd_rl.rewards.code import graders as code_module
-from spmd_rl.rewards.code.code_block import last_block
 from spmd_rl.rewards.code.code_tests import AssertTest, CallTest, PairTest, read_tests
-from spmd_rl.rewards.code.graders import code
+from spmd_rl.rewards.code.graders import code, last_block
 from spmd_rl.rewards.code.sandbox import Outcome
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.graded import context, grade, make_prompt

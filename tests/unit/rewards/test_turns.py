@@ -9,7 +9,7 @@ import pytest
 
 from spmd_rl.hooks.load import load_function
 from spmd_rl.rewards.answers.final_text import final_text
-from spmd_rl.rewards.code.code_block import last_block
+from spmd_rl.rewards.code.graders import last_block
 from spmd_rl.rollout.episodes import with_turns
 from spmd_rl.types.samples import NO_VERSION, Sample
 from tests.unit.rewards.cases import ask, say

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from spmd_rl.cli.data.command import main
-from spmd_rl.data.files.files import read_records
 from spmd_rl.data.logs.convert import convert
 from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError
+from tests.unit.data.whole_files import read_records
 
 USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHOICES = {"id": "r", "choices": [{"index": 0, "message": SAID, "finish_reason": "stop"}]}
