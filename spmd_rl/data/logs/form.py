@@ -116,8 +116,8 @@ def called(given: Any, key: str, where: str) -> tuple[str, Json]:
 
 def split_system(row: Json) -> tuple[str | None, list[Json]]:
     """Return the system prompt of a record in our form, or None, and its other messages."""
-    first, *others = row["messages"]
-    return (first["content"], others) if first["role"] == "system" else (None, [first, *others])
+    first, *rest = row["messages"]
+    return (first["content"], rest) if first["role"] == "system" else (None, [first, *rest])
 
 
 def calls_of(item: Json) -> Iterator[tuple[str, str, Json]]:
@@ -136,8 +136,8 @@ def turn(role: str, parts: Iterable[tuple[str, Any]], **marks: Any) -> list[Json
         found[kind].append(value)
     text, results = "".join(found["text"]), found["result"]
     if role == "assistant":
-        said_marks = {"reasoning_content": "".join(found["thought"])} | marks
-        return [message(role, text, tool_calls=found["call"], **said_marks)]
+        marks = {"reasoning_content": "".join(found["thought"])} | marks
+        return [message(role, text, tool_calls=found["call"], **marks)]
     return results + ([message(role, text)] if found["text"] or not results else [])
 
 

@@ -15,11 +15,13 @@ from datetime import date
 from itertools import pairwise
 
 from spmd_rl.rewards.instructions.ifbench_layout import LAYOUT_CHECKS
-from spmd_rl.rewards.instructions.ifbench_sentences import SENTENCE_CHECKS
+from spmd_rl.rewards.instructions.ifbench_sentences import (
+    AROUND,
+    SENTENCE_CHECKS,
+    WITHOUT_PUNCTUATION,
+)
 from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_AROUND = string.punctuation + " "
 _CONJUNCTIONS = frozenset("and but for nor or so yet".split())
 _PRONOUNS = frozenset(
     "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his "
@@ -34,7 +36,7 @@ _CITY_HEADER = ["ID", "Country", "City", "Year", "Count"]
 
 
 def _plain_words(text: str) -> list[str]:
-    return text.lower().translate(_PUNCTUATION).split()
+    return text.lower().translate(WITHOUT_PUNCTUATION).split()
 
 
 def _punctuation(text: str, _: Arguments) -> bool:
@@ -53,7 +55,7 @@ def _keywords_multiple(text: str, given: Arguments) -> bool:
 
 def _words_japanese(text: str, given: Arguments) -> bool:
     nth = int(given["N"])
-    words = [word.strip(_AROUND) for word in text.split()[nth - 1 :: nth]]
+    words = [word.strip(AROUND) for word in text.split()[nth - 1 :: nth]]
     return all(_JAPANESE.search(word) for word in words if word and not word.isdigit())
 
 
@@ -68,7 +70,7 @@ def _alphabet(text: str, _: Arguments) -> bool:
 
 def _newline(text: str, _: Arguments) -> bool:
     """Each word stands on a line of its own."""
-    plain = text.translate(_PUNCTUATION).strip()
+    plain = text.translate(WITHOUT_PUNCTUATION).strip()
     return sum(line != "" for line in plain.split("\n")) == len(plain.split())
 
 
@@ -102,15 +104,15 @@ CHECKS: dict[str, Check] = {
         int(given["min_words"]) <= len(re.findall(r"\w+", text)) <= int(given["max_words"])
     ),
     "count:unique_word_count": lambda text, given: (
-        len({word.strip(_AROUND) for word in text.lower().split()}) >= int(given["N"])
+        len({word.strip(AROUND) for word in text.lower().split()}) >= int(given["N"])
     ),
     # as published, spellings with other capitals or punctuation count as others
     "count:conjunctions": lambda text, given: (
-        sum(word.strip(_AROUND).lower() in _CONJUNCTIONS for word in set(text.split()))
+        sum(word.strip(AROUND).lower() in _CONJUNCTIONS for word in set(text.split()))
         >= int(given["small_n"])
     ),
     "count:numbers": lambda text, given: (
-        len(re.findall(r"\d+", text.translate(_PUNCTUATION))) == int(given["N"])
+        len(re.findall(r"\d+", text.translate(WITHOUT_PUNCTUATION))) == int(given["N"])
     ),
     "count:punctuation": _punctuation,
     "count:pronouns": lambda text, given: (
@@ -129,7 +131,7 @@ CHECKS: dict[str, Check] = {
         sum(len(word) >= 5 and word == word[::-1] for word in _plain_words(text)) >= 10
     ),
     "words:prime_lengths": lambda text, _: all(
-        len(word) in _PRIMES for word in text.translate(_PUNCTUATION).split()
+        len(word) in _PRIMES for word in text.translate(WITHOUT_PUNCTUATION).split()
     ),
     "words:repeats": lambda text, given: (
         max(Counter(_plain_words(text)).values(), default=0) <= int(given["small_n"])
@@ -137,7 +139,7 @@ CHECKS: dict[str, Check] = {
     "words:paragraph_last_first": lambda text, _: all(
         words[0] == words[-1]
         for line in text.lower().split("\n")
-        if (words := line.strip().strip(_AROUND).split())
+        if (words := line.strip().strip(AROUND).split())
     ),
     "words:no_consecutive": lambda text, _: all(
         word[0] != following[0] for word, following in pairwise(_plain_words(text))

@@ -9,10 +9,9 @@ import string
 import unicodedata
 from itertools import pairwise
 
+from spmd_rl.rewards.instructions.ifbench_sentences import AROUND, WITHOUT_PUNCTUATION
 from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_AROUND = string.punctuation + " "
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 _LETTERED = re.compile(r"\W*[aA]\W*[bB]\W*[cC]\W*")
 _NAMES = (
@@ -92,7 +91,7 @@ def _options(text: str, given: Arguments) -> bool:
     choices = [choice.strip() for choice in options.split(separator)]
     if _LETTERED.match(options):
         return text in choices
-    return text.strip(_AROUND).lower() in [choice.strip(_AROUND).lower() for choice in choices]
+    return text.strip(AROUND).lower() in [choice.strip(AROUND).lower() for choice in choices]
 
 
 def _line_indent(text: str, _: Arguments) -> bool:
@@ -132,7 +131,7 @@ def _question(lines: list[str]) -> tuple[int, int]:
 
 def _reverse_newline(text: str, _: Arguments) -> bool:
     """From a line with Zimbabwe on, there are 52 lines or more in reverse alphabetical order."""
-    lines = [line for raw in text.split("\n") if (line := raw.strip(_AROUND))]
+    lines = [line for raw in text.split("\n") if (line := raw.strip(AROUND))]
     first = next((number for number, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     countries = [_ascii(line) for line in lines[first:]]
     return len(countries) >= _NUM_COUNTRIES and countries == sorted(countries, reverse=True)
@@ -196,7 +195,7 @@ LAYOUT_CHECKS: dict[str, Check] = {
     "custom:mcq_count_length": _mcq_count_length,
     "custom:reverse_newline": _reverse_newline,
     "custom:word_reverse": lambda text, _: (
-        "bald eagle" in " ".join(reversed(text.lower().translate(_PUNCTUATION).split()))
+        "bald eagle" in " ".join(reversed(text.lower().translate(WITHOUT_PUNCTUATION).split()))
     ),
     "custom:european_capitals_sort": lambda text, _: (
         [*filter(None, map(str.strip, _ascii(text).split(",")))] == _CAPITALS

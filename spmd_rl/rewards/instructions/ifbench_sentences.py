@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_AROUND = string.punctuation + " "
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+AROUND = string.punctuation + " "
 
 _STARTERS = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"
@@ -67,12 +67,12 @@ def _num_ending(sentences: list[str], end: str) -> int:
 
 
 def _num_words(sentence: str) -> int:
-    return len(sentence.translate(_PUNCTUATION).split())
+    return len(sentence.translate(WITHOUT_PUNCTUATION).split())
 
 
 def _num_alliterative(sentence: str) -> int:
     """Return how many words are in runs of two or more words with the same first letter."""
-    letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_AROUND))]
+    letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(AROUND))]
     same = [one == other for one, other in pairwise(letters)]
     num_runs = sum(now and not before for before, now in pairwise([False, *same]))
     return sum(same) + num_runs
@@ -98,7 +98,7 @@ def _no_bullets_bullets(text: str, _: Arguments) -> bool:
 
 def _follows(sentence: str, following: str) -> bool:
     """Whether a sentence begins with the last word of the one before it."""
-    words, others = sentence.rstrip(_AROUND).split(), following.lstrip(_AROUND).split()
+    words, others = sentence.rstrip(AROUND).split(), following.lstrip(AROUND).split()
     return bool(words and others) and words[-1].lower() == others[0].lower()
 
 
