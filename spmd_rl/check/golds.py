@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spmd_rl.data.files.record import DataRecord
-from spmd_rl.data.prompts import PromptConfig, graded_prompt, own_reward
+from spmd_rl.data.prompt_records import PromptConfig, graded_prompt, own_reward
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.gold import check_prompt
 

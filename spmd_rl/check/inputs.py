@@ -11,7 +11,7 @@ from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.mixture import data_weights
-from spmd_rl.data.prompts import PromptConfig, graded, own_reward
+from spmd_rl.data.prompt_records import PromptConfig, graded, own_reward
 from spmd_rl.data.render.prompt_format import PromptFormat, check_prompts
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn

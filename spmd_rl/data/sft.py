@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.files.record_store import Preparer
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.render.chat import Chat, chat_of
 from spmd_rl.data.render.eos import eos_disagreement, eos_ids
 from spmd_rl.data.render.messages import written_messages

@@ -16,7 +16,7 @@ from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import SftPairs
 from spmd_rl.evaluation.held_out import HeldOutEvaluation, batches_of

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import KlConfig
 from spmd_rl.config.run import RunConfig
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.evaluation.config import EvaluatedRecipe
 from spmd_rl.hooks.config import HookConfig

@@ -21,7 +21,7 @@ from spmd_rl.config.load import load
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.logs.convert import convert, write_rejects
 from spmd_rl.data.logs.formats import FORMATS, OURS, READ, hint
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.sft import split_note
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.signatures import load_reward

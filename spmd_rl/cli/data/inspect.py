@@ -20,7 +20,7 @@ from spmd_rl.cli.data.view import View
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord, Records
 from spmd_rl.data.files.record_store import Preparer
-from spmd_rl.data.prompts import PromptConfig, graded
+from spmd_rl.data.prompt_records import PromptConfig, graded
 from spmd_rl.data.render.prompt_format import PromptEncoder, is_too_long
 from spmd_rl.errors import DataError
 from spmd_rl.model.read import model_folder, read_spec

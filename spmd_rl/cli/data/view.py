@@ -9,7 +9,7 @@ from spmd_rl.config.load import load
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.files.record_store import Preparer
 from spmd_rl.data.pairs import PairConfig, pair_preparer
-from spmd_rl.data.prompts import PromptConfig, PromptPreparer
+from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
 from spmd_rl.data.render.messages import written_messages
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn

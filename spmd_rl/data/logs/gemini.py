@@ -53,11 +53,8 @@ def read(row: Json) -> Json:
         if role not in ("user", "model", "function"):
             raise DataError(f"{where}.role", f"expected user or model, got {role!r}")
         parts = _parts(item, calls, where, role)
-        messages += (
-            turn("assistant", parts, **said(item, where))
-            if role == "model"
-            else turn("user", parts)
-        )
+        marks = said(item, where) if role == "model" else {}
+        messages += turn("assistant" if role == "model" else "user", parts, **marks)
     return record(row | request, USED + _EXCHANGE, messages, _read_tools(request))
 
 
