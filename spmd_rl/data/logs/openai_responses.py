@@ -81,14 +81,17 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
             last = message("assistant", "")
             messages.append(last)
         last |= marks
-        name, arguments = called(item, "arguments", where)
-        made = call(get(item, "call_id", where), name, arguments)
-        last.setdefault("tool_calls", []).append(made)
+        last.setdefault("tool_calls", []).append(_read_call(item, where))
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output", _TEXT)
         messages.append(message("tool", text, tool_call_id=get(item, "call_id", where)))
     else:
         refuse_part(kind, where)
+
+
+def _read_call(item: Json, where: str) -> Json:
+    name, arguments = called(item, "arguments", where)
+    return call(get(item, "call_id", where), name, arguments)
 
 
 def write(row: Json) -> Json:
