@@ -87,7 +87,8 @@ def open_parquet(file: Path) -> ArrowRecords:
 
     try:
         with parquet.ParquetFile(file) as table:
-            groups = (table.metadata.row_group(n) for n in range(table.metadata.num_row_groups))
+            content = table.metadata
+            groups = map(content.row_group, range(content.num_row_groups))
             num_bytes = sum(group.total_byte_size for group in groups)
             if num_bytes > _IN_MEMORY:
                 batch_of, num_rows = _unpacked(table)

@@ -9,6 +9,7 @@ the user's own.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -131,7 +132,7 @@ def turn(role: str, parts: Iterable[tuple[str, Any]], **marks: Any) -> list[Json
 
     Results of tools are messages of their own, and stand before the text.
     """
-    found: dict[str, list[Any]] = {"text": [], "thought": [], "call": [], "result": []}
+    found = defaultdict[str, list[Any]](list)
     for kind, value in parts:
         found[kind].append(value)
     text, results = "".join(found["text"]), found["result"]

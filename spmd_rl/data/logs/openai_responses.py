@@ -113,8 +113,7 @@ def _write_message(item: Json) -> list[Json]:
         summary = [{"type": "summary_text", "text": thought}]
         items.append({"type": "reasoning", "summary": summary})
     if item["content"] or "tool_calls" not in item:
-        text = {"role": item["role"], "content": item["content"]}
-        items.append({"type": "message", **text})
+        items.append({"type": "message", "role": item["role"], "content": item["content"]})
     for call_id, name, arguments in calls_of(item):
         made = {"call_id": call_id, "name": name, "arguments": json.dumps(arguments)}
         items.append({"type": "function_call", **made})

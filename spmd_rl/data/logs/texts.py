@@ -35,8 +35,7 @@ def read_alpaca(row: Json) -> Json:
     given = {"system": "", "history": [], "input": ""}
     given |= {_DOLLY.get(key, key): row[key] for key in ALPACA if row.get(key) is not None}
     system, question = get(given, "system"), get(given, "instruction")
-    if below := get(given, "input"):
-        question = f"{question}\n{below}" if question else below
+    question = "\n".join(filter(None, (question, get(given, "input"))))
     messages = [message("system", system)] if system else []
     for where, turn in items_of(given, "history"):
         messages += _turn(turn, where)

@@ -84,7 +84,7 @@ def _left_to_model(chat: Chat, tokenizer: Tokenizer) -> str | None:
     "": it has one, or writes nothing but space. None: the chat cannot tell it.
     """
     roles = [message["role"] for message in chat.messages]
-    num_messages = roles.index("assistant") if "assistant" in roles else len(roles)
+    num_messages = [*roles, "assistant"].index("assistant")
     if not num_messages:
         return None
     asked = chat.messages[:num_messages]

@@ -46,7 +46,7 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     learned = [n for n in turns if (n in chosen if weights[n] is None else weights[n])]
     if not learned:
         raise DataError(chat.where, "every assistant message of this conversation has weight 0")
-    if learned[0] == 0:
+    if 0 in learned:
         raise DataError(
             chat.place(0),
             "the conversation begins with the assistant, so no prompt stands before this: give it "

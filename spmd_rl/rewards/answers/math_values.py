@@ -73,11 +73,11 @@ def _flat(expression: Any) -> list[Any] | None:
     if isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
         return _flat(expression.rhs)
     if isinstance(expression, sympy.MatrixBase):
-        listed = list(expression)
+        listed = expression
     elif isinstance(expression, sympy.Interval):
         listed = [expression.start, expression.end]
     elif isinstance(expression, (sympy.Tuple, sympy.FiniteSet)):
-        listed = list(expression.args)
+        listed = expression.args
     else:
         return [expression] if isinstance(expression, sympy.Expr) else None
     parts = [_flat(one) for one in listed]
@@ -147,7 +147,7 @@ def _at(name: str, point: int) -> Any:
 
 
 def _agree(gold: _Value | None, found: _Value | None) -> bool:
-    if gold is None or found is None:
+    if not gold or not found:
         return False
     pairs = (gold.real, found.real), (gold.imaginary, found.imaginary)
     apart = max(abs(a - b) for a, b in pairs)
