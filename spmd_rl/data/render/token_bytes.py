@@ -32,8 +32,8 @@ class TokenBytes:
         name = self._rust.id_to_token(token)
         if name is None:
             return b""
-        if "ByteLevel" in self._kinds and all(letter in _letters() for letter in name):
-            return bytes(_letters()[letter] for letter in name)
+        if "ByteLevel" in self._kinds and _letters().keys() >= {*name}:
+            return bytes(map(_letters().__getitem__, name))
         if "ByteFallback" in self._kinds and (match := _ONE_BYTE.fullmatch(name)):
             return bytes.fromhex(match[1])
         if self._kinds & {"Metaspace", "Replace"}:
