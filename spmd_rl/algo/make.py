@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
 from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.algorithm import OLD_LOGPROBS, Algorithm, rewards_differ
-from spmd_rl.algo.algorithms import (
-    cispo,
-    dapo,
-    dr_grpo,
-    gdpo,
-    gigpo,
-    grpo,
-    gspo,
-    ppo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-    turn_returns,
-)
-from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
+from spmd_rl.algo.config import AlgorithmName, CorrectionConfig, PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.overlong import with_overlong_penalty
 from spmd_rl.algo.policy.mean_weight import with_mean_weight_of_one
@@ -32,27 +19,11 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
-Maker = Callable[[PolicyConfig], Algorithm]
-
-# by name: what makes the algorithm, and its facts
-ALGORITHMS: dict[str, tuple[Maker, AlgorithmFacts]] = {
-    "grpo": (grpo.grpo, grpo.FACTS),
-    "dr_grpo": (dr_grpo.dr_grpo, dr_grpo.FACTS),
-    "dapo": (dapo.dapo, dapo.FACTS),
-    "gspo": (gspo.gspo, gspo.FACTS),
-    "cispo": (cispo.cispo, cispo.FACTS),
-    "rloo": (rloo.rloo, rloo.FACTS),
-    "reinforce_pp": (reinforce_pp.reinforce_pp, reinforce_pp.FACTS),
-    "reinforce_pp_baseline": (
-        reinforce_pp_baseline.reinforce_pp_baseline,
-        reinforce_pp_baseline.FACTS,
-    ),
-    "ppo": (ppo.ppo, ppo.FACTS),
-    "gdpo": (gdpo.gdpo, gdpo.FACTS),
-    "gigpo": (gigpo.gigpo, gigpo.FACTS),
-    "turn_returns": (turn_returns.turn_returns, turn_returns.FACTS),
+# the file of each algorithm by its name; it has its facts, and a function of its name
+ALGORITHMS: dict[str, Any] = {
+    name: import_module(f"spmd_rl.algo.algorithms.{name}") for name in get_args(AlgorithmName)
 }
-_FACTS = {name: facts for name, (_, facts) in ALGORITHMS.items()}
+_FACTS: dict[str, AlgorithmFacts] = {name: file.FACTS for name, file in ALGORITHMS.items()}
 
 
 def make_algorithm(
@@ -65,13 +36,13 @@ def make_algorithm(
     Raises: ConfigError, which names the key, for settings that do not go together.
     """
     refuse_wrong_settings(cfg, _FACTS, num_samples)
-    make, facts = ALGORITHMS[cfg.algorithm]
+    make: Callable[[PolicyConfig], Algorithm] = getattr(ALGORITHMS[cfg.algorithm], cfg.algorithm)
     algorithm = replace(
         make(cfg),
         mask_truncated=cfg.mask_truncated,
         max_response_tokens=max_response_tokens,
     )
-    if facts.compares_samples and algorithm.advantage_of == "samples":
+    if _FACTS[cfg.algorithm].compares_samples and algorithm.advantage_of == "samples":
         algorithm = replace(algorithm, advantage=compared_by_agent(algorithm.advantage))
     if cfg.aggregation != "auto":
         algorithm = replace(algorithm, aggregation=cfg.aggregation)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import pytest
 
+from spmd_rl.algo import algorithms
 from spmd_rl.algo.config import (
     AlgorithmName,
     CorrectionConfig,
@@ -29,8 +31,9 @@ def refused(**settings: Any) -> str:
     return str(found.value)
 
 
-def test_every_name_has_an_algorithm() -> None:
-    assert set(get_args(AlgorithmName)) == set(ALGORITHMS)
+def test_every_file_is_an_algorithm_that_can_be_chosen() -> None:
+    files = {file.name for file in pkgutil.iter_modules(algorithms.__path__)}
+    assert files == set(get_args(AlgorithmName)) == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
