@@ -7,17 +7,14 @@ do not have; its last column says what to do. verl's names stand without `actor_
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from itertools import takewhile
 from typing import NamedTuple
 
 PROGRAMS = ("TRL", "slime", "verl")
 PREFIX = "actor_rollout_ref."  # of verl's names
 TABLES = {"actor_rollout_ref", "actor", "rollout", "ref"}  # of verl's, which no recipe of ours has
-MISSPELT = 0.88  # least likeness, of 1, of a name to that of another program
 
 TABLE = """
 model | model_name_or_path | hf_checkpoint | model.path |
@@ -220,29 +217,21 @@ def rows() -> tuple[Row, ...]:
 
 def exact(name: str) -> Foreign | None:
     """Return the setting that another program calls `name`, if one does."""
-    spelt = _spelt(name)
-    return next((one for one in _all() if one.name == spelt), None)
+    name = spelt(name)
+    return next((setting for setting in _all() if setting.name == name), None)
 
 
-def by_ending(name: str, known: Collection[str]) -> Foreign | None:
-    """Return the setting here whose name has the last words of `name`; None if none has.
+def here(known: Collection[str]) -> dict[str, Foreign]:
+    """Return, by name, the settings of which there is something to say in a recipe with these keys.
 
-    `known` are the recipe's own keys. The longest common ending goes first; a critic's setting is
-    meant only where `name` says so.
+    TRL's go before slime's and verl's, where they have the same name.
     """
-    spelt = _spelt(name)
-    here = [one for one in _all() if is_here(one, known)]
-    here = [one for one in here if "critic" in spelt or not one.name.startswith("critic")]
-    best = max(here, key=lambda one: _common_ending(spelt, one.name), default=None)
-    return best if best and _common_ending(spelt, best.name) else None
-
-
-def misspelt(name: str, known: Collection[str]) -> Foreign | None:
-    """Return the setting here whose last word is nearly that of `name`; None if none is."""
-    here = [one for one in _all() if is_here(one, known)]
-    last = [_last(one.name) for one in here]
-    near = difflib.get_close_matches(_last(_spelt(name)), last, 1, MISSPELT)
-    return here[last.index(near[0])] if near else None
+    found: dict[str, Foreign] = {}
+    for setting in _all():
+        keys = setting.row.keys
+        if not keys or any(key in known or key.startswith("--") for key in keys):
+            found.setdefault(setting.name, setting)
+    return found
 
 
 def no_counterpart(name: str) -> str:
@@ -250,12 +239,6 @@ def no_counterpart(name: str) -> str:
     if name.lstrip("+~-").replace("-", "_").partition(".")[0] not in TABLES:
         return ""
     return "; it has the form of verl's settings, and docs/coming-from.md lists those that are here"
-
-
-def is_here(found: Foreign, known: Collection[str]) -> bool:
-    """Return whether there is something to say of a setting in a recipe with these keys."""
-    keys = found.row.keys
-    return not keys or any(key in known or key.startswith("--") for key in keys)
 
 
 def answer(found: Foreign, docs: Mapping[str, str] | None = None) -> str:
@@ -288,23 +271,6 @@ def _all() -> tuple[Foreign, ...]:
     )
 
 
-def _spelt(name: str) -> str:
+def spelt(name: str) -> str:
     """Return a name as the table has it: hydra's marks and the prefix left out, `-` as `_`."""
     return name.lstrip("+~-").replace("-", "_").removeprefix(PREFIX)
-
-
-def _common_ending(name: str, theirs: str) -> int:
-    """Return the number of last words that two names have in common; 0 where they say too little.
-
-    One word counts where it is all behind the last dot, and several where they are that of either.
-    """
-    words, others = (re.split("[._]", one) for one in (name, theirs))
-    pairs = zip(reversed(words), reversed(others), strict=False)
-    num = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    least = min(_last(one).count("_") + 1 for one in (name, theirs))
-    counts = num >= least if num > 1 else _last(name) == _last(theirs)
-    return num if counts else 0
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

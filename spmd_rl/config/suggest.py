@@ -6,47 +6,49 @@ import difflib
 import json
 import re
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from spmd_rl.config import foreign
-from spmd_rl.config.describe import NAME, Key, describe
+from spmd_rl.config.describe import describe
 from spmd_rl.config.dump import toml_text
 from spmd_rl.errors import ConfigError
 
-# tables whose keys are also in another, which is what people mean who do not name the table
-ASIDE = {"critic", "eval", "reference", "judge", "frozen"}
+# Tables whose keys are also in another, which is what people mean who do not name the table.
+# Sets of an evaluation have settings of other parts.
+ASIDE = {"critic", "eval", "val", "sets", "reference", "judge", "frozen"}
 NEAR = 0.75  # least likeness, of 1, between the last words of two keys for one to be suggested
+MISSPELT = 0.88  # and to the last word of another program's name
 
 
 def nearest_key(name: str, root: type) -> str:
     """Return the end of a sentence that says which known key `name` means; empty if none does.
 
-    What TRL, slime or verl call so goes first. Then a key is meant that ends like `name`, whose
-    comment begins with the words of `name`, or whose last word is alike. Where several keys end
-    like `name`, all are named, or of these only those in the table of `name`, or else the one that
-    is in no table.
+    What TRL, slime or verl call so goes first. Then a key is meant that ends like `name`, and then
+    one whose last word is alike; at either, ours go before theirs. Ours must end with all words of
+    the last part of `name`. Where several do, all are named.
     """
-    keys = _meant(name, describe(root))
-    docs = {key.name: key.doc for key in keys}
-    theirs = foreign.exact(name)
-    if theirs and foreign.is_here(theirs, docs):
-        return foreign.answer(theirs, docs)
-    if same := _with_ending(name, list(docs)):
+    docs = _docs(root)
+    theirs, exact, spelt = foreign.here(docs), foreign.exact(name), foreign.spelt(name)
+    if exact and exact.name in theirs:
+        return foreign.answer(exact, docs)
+    num_words = len(_words(_last(name)))
+    if same := _with_ending(name, docs, num_words):
         *others, last = map(repr, same)
         if others:
             return f"; the nearest known keys are {', '.join(others)} and {last}"
         return f"; the nearest known key is {last}"
-    if alike := foreign.by_ending(name, docs):
-        return foreign.answer(alike, docs)
-    nearest = _described(name, keys)
-    if theirs and not nearest:
-        return foreign.answer(theirs, docs)
-    if nearest := nearest or _alike(name, keys):
+    if same := _with_ending(spelt, theirs, 1):
+        return foreign.answer(theirs[same[0]], docs)
+    if exact:
+        return foreign.answer(exact, docs)
+    if nearest := _alike(name, _with_tables(docs), NEAR):
         return f"; the nearest known key is {nearest!r}"
-    alike = foreign.misspelt(name, docs)
-    return foreign.answer(alike, docs) if alike else foreign.no_counterpart(name)
+    if nearest := _alike(spelt, theirs, MISSPELT):
+        return foreign.answer(theirs[nearest], docs)
+    return foreign.no_counterpart(name)
 
 
 def refuse_foreign(name: str, root: type) -> None:
@@ -55,10 +57,12 @@ def refuse_foreign(name: str, root: type) -> None:
     It is for names in a table of ours, such as `data.train_files`: a key `data` could take it.
     """
     theirs = foreign.exact(name)
-    if theirs and name not in _with_tables(keys := describe(root)):
-        docs = {key.name: key.doc for key in keys}
-        if foreign.is_here(theirs, docs):
-            raise ConfigError(f"unknown key {name!r}{foreign.answer(theirs, docs)}")
+    if (
+        theirs
+        and name not in _with_tables(docs := _docs(root))
+        and theirs.name in foreign.here(docs)
+    ):
+        raise ConfigError(f"unknown key {name!r}{foreign.answer(theirs, docs)}")
 
 
 def leaf_of(name: str, value: Any, root: type) -> str:
@@ -70,45 +74,45 @@ def leaf_of(name: str, value: Any, root: type) -> str:
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         leaf += f".{key}"
-    keys = describe(root)
-    docs = {key.name: key.doc for key in keys}
-    is_meant = foreign.by_ending(leaf, docs) or any(_ends_alike(leaf, key) for key in docs)
-    return leaf if is_meant or not _alike(name, keys) else name
+    docs = _docs(root)
+    known = [*docs, *foreign.here(docs)]
+    is_meant = any(_common_ending(foreign.spelt(leaf), other) > 1 for other in known)
+    return leaf if is_meant or not _alike(name, _with_tables(docs), NEAR) else name
 
 
-def _with_ending(name: str, keys: list[str]) -> list[str]:
-    """Return the keys that end like `name`, as far as what it says lets one choose."""
-    same = [key for key in dict.fromkeys(keys) if _ends_alike(name, key)]
-    same = same or [key for key in dict.fromkeys(keys) if _last(key) == _last(name)]
-    table = name.partition(".")[0] + "."
-    same = (
-        [key for key in same if key.startswith(table)]
-        or [key for key in same if key == _last(name)]
-        or same
-    )
-    # sets of an evaluation have settings of other parts, and are meant only where they are named
-    return [key for key in same if f".{NAME}." not in key] or same
+def _docs(root: type) -> dict[str, str]:
+    """Return the comment of each key."""
+    return {key.name: key.doc for key in describe(root)}
 
 
-def _alike(name: str, keys: list[Key]) -> str:
-    """Return the key whose last word is most like that of `name`; "" if none is.
+def _with_ending(name: str, known: Iterable[str], least: int) -> list[str]:
+    """Return the names that have most last words in common with `name`, and at least so many.
 
-    Keys in the table of `name` go first.
+    Among these, those go first that are aside only as `name` says, then those in its table, then
+    the one that is in no table.
     """
-    names = _with_tables(keys)
+    table = name.partition(".")[0] + "."
+    ranks = {
+        other: (words, -_unsaid(name, other), other.startswith(table), other == _last(name))
+        for other in known
+        if (words := _common_ending(name, other)) >= least
+    }
+    best = max(ranks.values(), default=None)
+    return [other for other, rank in ranks.items() if rank == best]
+
+
+def _alike(name: str, known: Iterable[str], least: float) -> str:
+    """Return the name whose last word is most like that of `name`; "" if none is.
+
+    Names in the table of `name` go first.
+    """
+    known = [*known]
     table = name.rpartition(".")[0] + "."
-    for some in ([key for key in names if key.startswith(table)], names):
-        alike = max(some, key=lambda key: _likeness(name, key), default="")
-        if _likeness(name, alike)[0] >= NEAR:
-            return alike
+    for names in ([other for other in known if other.startswith(table)], known):
+        nearest = max(names, key=lambda other: _likeness(name, other), default="")
+        if _likeness(name, nearest)[0] >= least:
+            return nearest
     return ""
-
-
-def _described(name: str, keys: list[Key]) -> str:
-    """Return the key whose comment begins with the words of `name`; "" if none does."""
-    last = _last(name)
-    described = [key.name for key in keys if "_" in last and _begins_with(key.doc, last)]
-    return max(described, key=lambda key: _likeness(name, key)[1], default="")
 
 
 def example(value: Any, hint: Any, base: Any) -> str:
@@ -135,40 +139,36 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _with_tables(keys: list[Key]) -> list[str]:
+def _with_tables(keys: Iterable[str]) -> list[str]:
     """Return the names of keys, each after the tables that it lies in."""
-    return [part for key in keys for part in accumulate(key.name.split("."), "{}.{}".format)]
-
-
-def _ends_alike(name: str, key: str) -> bool:
-    """Return whether `key` ends with all words of a `name` of several: `lora_rank`, `lora.rank`."""
-    words = _words(name)
-    return len(words) > 1 and _words(key)[-len(words) :] == words
+    return [part for key in keys for part in accumulate(key.split("."), "{}.{}".format)]
 
 
 def _words(name: str) -> list[str]:
     return re.split(r"[._-]", name)
 
 
-def _meant(name: str, keys: list[Key]) -> list[Key]:
-    """Return the keys that may be meant by `name`: those aside only if it says so, or alone."""
-    aside = {key.name for key in keys if ASIDE & set(key.name.split("."))}
-    plain = {_last(key.name) for key in keys if key.name not in aside}
-    said = ASIDE & set(_words(name))
-    return [
-        key
-        for key in keys
-        if key.name not in aside or _last(key.name) not in plain or said & set(key.name.split("."))
-    ]
+def _common_ending(name: str, other: str) -> int:
+    """Return the number of last words that two names have in common; 0 where they say too little.
+
+    One word counts where it is all behind the last dot, and several where they are that of either.
+    """
+    pairs = zip(reversed(_words(name)), reversed(_words(other)), strict=False)
+    num = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    least = min(len(_words(_last(name))), len(_words(_last(other))))
+    counts = num >= least if num > 1 else _last(name) == _last(other)
+    return num if counts else 0
 
 
-def _likeness(name: str, key: str) -> tuple[float, float]:
+def _unsaid(name: str, other: str) -> int:
+    """Return how many tables that are aside `other` is in, of which `name` says nothing."""
+    return len(ASIDE & set(_words(other)) - set(_words(name)))
+
+
+def _likeness(name: str, other: str) -> tuple[float, int, float]:
     """Return how alike the last words are, and then the whole names."""
-    last_words = difflib.SequenceMatcher(None, _last(name), _last(key)).ratio()
-    if sorted(_last(name)) == sorted(_last(key)):  # letters in another order, such as `rl`
+    last_words = difflib.SequenceMatcher(None, _last(name), _last(other)).ratio()
+    if sorted(_last(name)) == sorted(_last(other)):  # letters in another order, such as `rl`
         last_words = max(last_words, NEAR)
-    return last_words, difflib.SequenceMatcher(None, name, key).ratio()
-
-
-def _begins_with(doc: str, last: str) -> bool:
-    return doc.startswith(last.replace("_", " "))
+    whole = difflib.SequenceMatcher(None, name, other).ratio()
+    return last_words, -_unsaid(name, other), whole

@@ -115,6 +115,8 @@ def test_a_file_with_names_of_another_program_is_answered(tmp_path: Path) -> Non
         ("max_tokens", ["sampling.max_tokens", "trainer.max_tokens"]),
         ("tp", ["split.train.tp", "split.infer.tp"]),
         ("loraa.rank", ["trainer.lora"]),
+        ("traienr.optimizer.kind", ["trainer.optimizer.kind"]),
+        ("eval.threshhold", ["eval.threshold"]),
     ],
 )
 def test_the_key_that_is_meant(name: str, keys: list[str]) -> None:
