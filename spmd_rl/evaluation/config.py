@@ -19,7 +19,7 @@ from spmd_rl.config.load import overlay
 from spmd_rl.config.rules import at_least
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
-from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
+from spmd_rl.evaluation.schedule import EvalSettings, name_of_file
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.rewards.config import GraderConfig
@@ -41,10 +41,9 @@ class EvalSet:
 
 
 @dataclass(frozen=True)
-class EvalConfig(EvalTimes):
+class EvalConfig(EvalSettings):
     """When a run evaluates, and with which sets. Without a set, it never does."""
 
-    data: str = ""  # file of a single set, whose name is that of the file
     sets: dict[str, EvalSet] = field(default_factory=dict)  # several sets by their names
     seed: int = 0  # of the draws, which are the same in every evaluation
     num_samples: int = 1  # of each prompt
@@ -59,7 +58,6 @@ class EvalConfig(EvalTimes):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, {"num_samples": 1, "seed": 0})
-        check_sets(self.data, self.sets)
 
     def named_sets(self) -> Mapping[str, EvalSet]:
         """Return the sets by name; a single one has the name of its file."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.evaluation.held_out_scores import Measured
-from spmd_rl.evaluation.schedule import EvalSchedule, EvalTimes
+from spmd_rl.evaluation.schedule import EvalSchedule, EvalSettings
 from spmd_rl.evaluation.scores import metrics_of_sets
 from spmd_rl.types.batch import Batch
 
@@ -23,7 +23,7 @@ R = TypeVar("R")
 class HeldOutEvaluation:
     """Evaluates the weights that a trainer has, and records the scores of each set.
 
-    `times` are those of the recipe, which begins after `first` steps and ends after `num_steps`.
+    `settings` are those of the recipe, which begins after `first` steps and ends after `num_steps`.
     `measure` asks `roles` about a batch, and `score` makes scores of what it found in all batches
     of a set. Neither changes a weight, so training goes on as if there were no evaluation.
     """
@@ -31,7 +31,7 @@ class HeldOutEvaluation:
     def __init__(
         self,
         ctl: Controller,
-        times: EvalTimes,
+        settings: EvalSettings,
         roles: Sequence[Role],
         sets: Mapping[str, Sequence[Batch]],
         measure: Callable[[Batch], Measured],
@@ -45,7 +45,7 @@ class HeldOutEvaluation:
         self._sets = sets
         self._measure = measure
         self._score = score
-        self._schedule = EvalSchedule(times, ctl.run_folder, num_steps, first)
+        self._schedule = EvalSchedule(settings, ctl.run_folder, num_steps, first)
         ctl.plan_evaluations(self._schedule, [*sets])
 
     def after(self, num_steps: int) -> None:

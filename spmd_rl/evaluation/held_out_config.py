@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from spmd_rl.config.load import overlay
 from spmd_rl.data.documents import DocumentConfig
 from spmd_rl.data.render.prompt_format import PromptFormat
-from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
+from spmd_rl.evaluation.schedule import EvalSettings, name_of_file
 
 Format = TypeVar("Format", bound=PromptFormat | DocumentConfig)
 
@@ -31,18 +31,13 @@ class HeldOutSet:
 
 
 @dataclass(frozen=True)
-class HeldOutConfig(EvalTimes):
+class HeldOutConfig(EvalSettings):
     """When a run evaluates, and on which answers or pairs. Without a set, it never does."""
 
-    data: str = ""  # file of a single set, whose name is that of the file
     sets: dict[str, HeldOutSet] = field(default_factory=dict)  # several sets by their names
     # settings of prompts in which evaluations differ from the run, such as answer_key
     prompts: dict[str, Any] = field(default_factory=dict)
     FORMAT: ClassVar[str] = "prompts"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sets(self.data, self.sets)
 
 
 @dataclass(frozen=True)
@@ -54,18 +49,13 @@ class DocumentSet:
 
 
 @dataclass(frozen=True)
-class DocumentEvalConfig(EvalTimes):
+class DocumentEvalConfig(EvalSettings):
     """When a run evaluates, and on which documents. Without a set, it never does."""
 
-    data: str = ""  # file of a single set, whose name is that of the file
     sets: dict[str, DocumentSet] = field(default_factory=dict)  # several sets by their names
     # settings of documents in which evaluations differ from the run, such as text_key
     documents: dict[str, Any] = field(default_factory=dict)
     FORMAT: ClassVar[str] = "documents"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sets(self.data, self.sets)
 
 
 def held_out_sets(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
@@ -17,15 +18,26 @@ _SLICE = re.compile(r"@\[[^]]*\]$")
 
 
 @dataclass(frozen=True)
-class EvalTimes:
-    """The steps at which a run evaluates."""
+class EvalSettings:
+    """When a run evaluates, and on which sets. Without a set, it never does."""
 
     every: int = 0  # steps between evaluations; 0: none between the first and the last
     before: bool = True  # evaluate before the first step
     at_end: bool = True  # evaluate after the last step
+    data: str = ""  # file of a single set, whose name is that of the file
+    sets: Mapping[str, Any] = field(default_factory=dict)  # several sets by their names
 
     def __post_init__(self) -> None:
         at_least(self, {"every": 0})
+        if self.data and self.sets:
+            raise ConfigError("data and sets cannot both be given: put data into a set of its own")
+        for name in self.sets:
+            require(
+                _NAME.fullmatch(name) is not None,
+                "name of a set",
+                name,
+                "letters, digits, and any of _ . - after the first",
+            )
 
 
 class EvalSchedule:
@@ -34,15 +46,17 @@ class EvalSchedule:
     The run begins after `first` steps and ends after `num_steps`, or earlier.
     """
 
-    def __init__(self, times: EvalTimes, run_folder: Path, num_steps: int, first: int = 0) -> None:
+    def __init__(
+        self, settings: EvalSettings, run_folder: Path, num_steps: int, first: int = 0
+    ) -> None:
         self.num_steps = num_steps
-        self._times = times
+        self._settings = settings
         self._first = first
         self._metrics = run_folder / "metrics.jsonl"
 
     def is_planned(self, num_steps: int) -> bool:
         """Return whether an evaluation belongs to the start of the step after `num_steps` steps."""
-        return self._times.before if num_steps == self._first else self._is_periodic(num_steps)
+        return self._settings.before if num_steps == self._first else self._is_periodic(num_steps)
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether such an evaluation is planned, and not recorded yet."""
@@ -50,11 +64,11 @@ class EvalSchedule:
 
     def is_due_at_end(self, num_steps: int) -> bool:
         """Return whether an evaluation is due after the last step, the step `num_steps`."""
-        due = self._times.at_end or self._is_periodic(num_steps)
+        due = self._settings.at_end or self._is_periodic(num_steps)
         return num_steps > self._first and due and num_steps not in self._recorded
 
     def _is_periodic(self, num_steps: int) -> bool:
-        return self._times.every > 0 and num_steps % self._times.every == 0
+        return self._settings.every > 0 and num_steps % self._settings.every == 0
 
     @cached_property
     def _recorded(self) -> set[int]:
@@ -64,20 +78,6 @@ class EvalSchedule:
         """
         rows = read_metrics(self._metrics)
         return {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
-
-
-def check_sets(data: str, names: Iterable[str]) -> None:
-    """Raise a ConfigError for a file beside named sets, and for a name that no file can have."""
-    names = [*names]
-    if data and names:
-        raise ConfigError("data and sets cannot both be given: put data into a set of its own")
-    for name in names:
-        require(
-            _NAME.fullmatch(name) is not None,
-            "name of a set",
-            name,
-            "letters, digits, and any of _ . - after the first",
-        )
 
 
 def name_of_file(data: str) -> str:

@@ -13,28 +13,19 @@ import spmd_rl as rl
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
 from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.environments.make import check_agent
-from spmd_rl.recipes.rejection_sampling import InferSplit
+from spmd_rl.recipes.configs import InferSplit
 from spmd_rl.rollout.engine_load import load_metrics
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(rl.DataRecipe):
     model: str  # Hugging Face folder with weights
-    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
-    data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights;
     # "": samples are not graded
     reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     steps: int = 1  # files of samples that are written
-    prompts_per_step: int = 32  # each with sampling.num_samples samples
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: InferSplit = field(default_factory=InferSplit)
-    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
-    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
@@ -43,16 +34,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(
-        model=cfg.model,
-        data=cfg.data,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        graders=cfg.graders,
-        prompts=cfg.prompts,
-        trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
-        sampling=cfg.sampling,
-    )
+    rl.check_data_recipe(cfg)
     check_agent(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run)
 

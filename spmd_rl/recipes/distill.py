@@ -22,16 +22,10 @@ from spmd_rl.check.engine import announce_correction
 from spmd_rl.rollout.engine import refuse_greedy, refuse_replay
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.TrainingRecipe, rl.DataRecipe):
     model: str  # Hugging Face folder of the student
     teacher: str  # Hugging Face folder of a model with the same tokenizer
-    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
-    data: str | dict[str, float]
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
-    prompts_per_step: int = 32  # each with sampling.num_samples samples
     # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens
     form: Literal["sampled", "topk"] = "sampled"
     coef: float = 1.0  # weight of the divergence
@@ -43,14 +37,11 @@ class Config:
     clip_high: float = 0.2  # and above 1 + clip_high
     # a set without a reward is graded by how much likelier the teacher finds the samples
     eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=4))
-    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
-    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)  # of evaluations
-    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    reward: str = field(default="", init=False)  # no setting: the teacher grades samples
     frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the teacher
     offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
     phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(train={"teacher": rl.ALL})
@@ -65,11 +56,6 @@ class Config:
         if self.form == "topk":
             refuse_replay(self.sampling)
 
-    @property
-    def reward(self) -> str:
-        """No function grades the samples of training: the teacher does."""
-        return ""
-
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the teacher, for the plan."""
         return [rl.ExtraRole("teacher", self.frozen, self.teacher)]
@@ -77,15 +63,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(
-        model=cfg.model,
-        data=cfg.data,
-        prompts=cfg.prompts,
-        trainer=cfg.trainer,
-        sampling=cfg.sampling,
-        hooks=cfg.hooks,
-        teacher=cfg.teacher,
-    )
+    rl.check_data_recipe(cfg, cfg.trainer, teacher=cfg.teacher)
     rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer)
 

@@ -5,7 +5,7 @@ spmd-rl run dpo --model PATH --data pairs.jsonl --eval.data held_out.jsonl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -15,33 +15,19 @@ from numpy.typing import NDArray
 import spmd_rl as rl
 from spmd_rl.algo.dpo import dpo_loss
 from spmd_rl.algo.pair_packing import pack_pairs
-from spmd_rl.data.pairs import PairConfig, PreferencePairs
-from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
+from spmd_rl.data.pairs import PreferencePairs
 from spmd_rl.evaluation.held_out_scores import dpo_rewards
 from spmd_rl.mesh.split import Placements
-from spmd_rl.recipes.held_out import pair_evaluation
-from spmd_rl.recipes.sft import TrainSplit
+from spmd_rl.recipes.held_out import check_supervised, pair_evaluation
 from spmd_rl.train.extra_role import reference_roles
 
 
 @dataclass(frozen=True)
-class Config:
-    model: str  # Hugging Face folder
-    # prompts with two answers: a file, or a table of files and weights (docs/data.md)
-    data: str | dict[str, float]
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
-    pairs_per_step: int = 32  # each a prompt with two answers
+class Config(rl.PairRecipe):
     reference: str = ""  # Hugging Face folder of the reference; "": the first weights of model
     beta: float = 0.1  # how much the policy is held to the reference
     label_smoothing: float = 0.0  # share of the pairs that may be labelled the wrong way round
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # docs/algorithms.md has the formulas
-    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: TrainSplit = field(default_factory=TrainSplit)
-    prompts: PairConfig = field(default_factory=PairConfig)
-    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "label_smoothing": 0})
@@ -61,9 +47,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = held_out_sets(cfg.eval, cfg.prompts)
-    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
-        rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
+    check_supervised(cfg)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

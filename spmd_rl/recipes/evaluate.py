@@ -23,8 +23,7 @@ from spmd_rl.recipes.evaluate_settings import settings_of_run
 
 
 @dataclass(frozen=True)
-class Config:
-    model: str  # Hugging Face folder
+class Config(rl.EngineRecipe):
     data: str = ""  # a file of prompts and answers (docs/data.md); a slice as path@[a:b]
     sets: dict[str, EvalSet] = field(default_factory=dict)  # several sets by name, not data
     # grades what no set grades itself: module:function or path/to/file.py:function; several as a
@@ -35,14 +34,9 @@ class Config:
     # the settings of a run and without --model its newest
     checkpoint: str = ""
     seed: int = 0  # of the draws
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
-    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=rl.SamplingConfig)
-    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
-    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     # of the role that reads a checkpoint
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(init="random"))
     offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)

@@ -8,14 +8,11 @@ leaves groups out, or `sampler` is set, a sampler replaces the groups that are r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import ClassVar
 
 import spmd_rl as rl
-from spmd_rl.algo.algorithm import Algorithm
-from spmd_rl.algo.make import make_algorithm
-from spmd_rl.environments.config import AgentConfig, agree_with_agent
+from spmd_rl.environments.config import agree_with_agent
 from spmd_rl.environments.make import check_agent
 from spmd_rl.recipes.policy_update import check_adapters, check_coded_weights, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
@@ -23,30 +20,7 @@ from spmd_rl.rollout.sampler_config import refuse_lag
 
 
 @dataclass(frozen=True)
-class Config(rl.PolicyConfig):
-    model: str  # Hugging Face folder
-    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
-    data: str | dict[str, float]
-    # module:function or path/to/file.py:function; several as a table of names and weights
-    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
-    prompts_per_step: int = 32  # each with sampling.num_samples samples
-    eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
-    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
-    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
-    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
-    sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
-    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
-    # a model that only algorithm = "ppo" trains
-    critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
-    offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
+class Config(rl.PolicyRecipe):  # its settings are in recipes/configs.py
     phases: ClassVar[rl.Phases] = rl.COLOCATED
     is_on_policy: ClassVar[bool] = True
 
@@ -62,15 +36,6 @@ class Config(rl.PolicyConfig):
         check_adapters(self)
         check_coded_weights(self)
         _ = self.made_algorithm  # refuses settings that do not fit
-
-    @cached_property
-    def made_algorithm(self) -> Algorithm:
-        """The algorithm with its settings."""
-        return make_algorithm(
-            self,
-            num_samples=self.sampling.num_samples,
-            max_response_tokens=self.sampling.max_tokens,
-        )
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return what the algorithm needs besides a trainer and an engine, for the plan."""
@@ -88,16 +53,7 @@ def refuse_uncorrected_rounds(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(
-        model=cfg.model,
-        data=cfg.data,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        graders=cfg.graders,
-        prompts=cfg.prompts,
-        trainer=cfg.trainer,
-        sampling=cfg.sampling,
-    )
+    rl.check_data_recipe(cfg, cfg.trainer)
     rl.check_evaluation(cfg)
     check_agent(cfg.agent)
     if cfg.kl.reference:

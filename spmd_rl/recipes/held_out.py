@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.algo.packing import pack_sft
 from spmd_rl.algo.pair_packing import pack_pairs
+from spmd_rl.check.inputs import check_inputs
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role
-from spmd_rl.data.pairs import PairConfig, PreferencePairs
+from spmd_rl.data.pairs import PreferencePairs
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import SftPairs
@@ -28,28 +29,22 @@ from spmd_rl.evaluation.held_out_scores import (
     token_measures,
     token_scores,
 )
-from spmd_rl.evaluation.schedule import EvalTimes
+from spmd_rl.recipes.configs import PairRecipe, SupervisedRecipe
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.sft_pair import SftPair
 
 
-class HeldOutRecipe(Protocol):
-    """A recipe that is evaluated without an engine."""
+def check_supervised(cfg: SupervisedRecipe, learn: Learn | None = None) -> None:
+    """Check the model, and the data of the run and of each set. `learn` is as in `check_inputs`.
 
-    @property
-    def start_step(self) -> int: ...
-    @property
-    def eval(self) -> EvalTimes: ...
-
-
-class PairRecipe(HeldOutRecipe, Protocol):
-    """A recipe that learns from pairs of answers."""
-
-    @property
-    def eval(self) -> HeldOutConfig: ...
-    @property
-    def prompts(self) -> PairConfig: ...
+    Raises: ConfigError or DataError, which names the first thing to correct.
+    """
+    key = cfg.eval.FORMAT
+    records = getattr(cfg, key)
+    for data, own in [(cfg.data, records), *held_out_sets(cfg.eval, records).values()]:
+        settings = {key: own, "learn": learn}
+        check_inputs(model=cfg.model, data=data, trainer=cfg.trainer, **settings)
 
 
 def held_out_answers(
@@ -68,7 +63,7 @@ def held_out_answers(
 
 def token_evaluation(
     ctl: Controller,
-    cfg: HeldOutRecipe,
+    cfg: SupervisedRecipe,
     trainer: Trainer,
     sets: Mapping[str, Sequence[SftPair]],
     num_steps: int,

@@ -11,7 +11,7 @@ from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.recipes.protocols import TrainingRecipe
+from spmd_rl.recipes.configs import TrainingRecipe
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.training_role import TrainingRole
 

@@ -11,10 +11,10 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.evaluation.evaluation import Evaluation, Grade
+from spmd_rl.recipes.configs import PolicyRecipe
 from spmd_rl.recipes.load_prompts import load_prompts
 from spmd_rl.recipes.num_steps import first_step, num_steps
 from spmd_rl.recipes.policy_update import PolicyUpdate
-from spmd_rl.recipes.protocols import PolicyRecipe
 from spmd_rl.recipes.rollout_settings import rollout_settings
 from spmd_rl.rollout.engine_load import load_metrics
 from spmd_rl.rollout.group_sampler import GroupSampler

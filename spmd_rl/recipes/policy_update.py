@@ -27,7 +27,7 @@ from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.mesh.split import Placements, PolicySplit
-from spmd_rl.recipes.protocols import PolicyRecipe
+from spmd_rl.recipes.configs import PolicyRecipe
 from spmd_rl.rollout.build import NO_ADAPTERS
 from spmd_rl.train.extra_role import REFERENCE, ExtraRole, reference_roles
 from spmd_rl.train.frozen import FrozenModel

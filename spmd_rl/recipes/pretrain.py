@@ -10,22 +10,15 @@ from dataclasses import dataclass, field
 import spmd_rl as rl
 from spmd_rl.data.documents import DocumentConfig, Documents
 from spmd_rl.evaluation.held_out_config import DocumentEvalConfig, held_out_sets
-from spmd_rl.recipes.held_out import token_evaluation
-from spmd_rl.recipes.sft import TrainSplit
+from spmd_rl.recipes.held_out import check_supervised, token_evaluation
 
 
-@dataclass(frozen=True)
-class Config:
-    model: str  # Hugging Face folder
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.SupervisedRecipe):
     # a text in each record, or .txt: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     tokens_per_step: int = 65536  # of the documents; no chat template is applied
     eval: DocumentEvalConfig = field(default_factory=DocumentEvalConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: TrainSplit = field(default_factory=TrainSplit)
     documents: DocumentConfig = field(default_factory=DocumentConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
 
@@ -36,9 +29,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = held_out_sets(cfg.eval, cfg.documents)
-    for data, documents in [(cfg.data, cfg.documents), *held_out.values()]:
-        rl.check_inputs(model=cfg.model, data=data, documents=documents, trainer=cfg.trainer)
+    check_supervised(cfg)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

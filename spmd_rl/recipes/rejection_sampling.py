@@ -12,21 +12,12 @@ from typing import Any, Literal
 import spmd_rl as rl
 from spmd_rl.algo.policy.rejection import accepted_samples
 from spmd_rl.data.sft_file import SftFile
-from spmd_rl.mesh.split import OF_ENGINE
+from spmd_rl.recipes.configs import InferSplit
 
 
 @dataclass(frozen=True)
-class InferSplit:
-    infer: rl.RoleSplit = field(default_factory=rl.RoleSplit, metadata=OF_ENGINE)
-
-
-@dataclass(frozen=True)
-class Config:
+class Config(rl.DataRecipe):
     model: str  # Hugging Face folder with weights
-    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
-    data: str | dict[str, float]
-    # module:function or path/to/file.py:function; several as a table of names and weights
-    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     epochs: int = 1  # how often samples are drawn for each prompt
     prompts_per_step: int = 128  # each with sampling.num_samples samples
     # which samples become data; best: the best correct one of each prompt's step
@@ -34,13 +25,7 @@ class Config:
     threshold: float = 1.0  # least reward of a correct sample
     # the weights stay as they are, so one evaluation tells all: that before the first step
     eval: rl.EvalConfig = field(default_factory=lambda: rl.EvalConfig(at_end=False))
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: InferSplit = field(default_factory=InferSplit)
-    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
-    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
-    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"epochs": 1, "prompts_per_step": 1})
@@ -48,16 +33,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(
-        model=cfg.model,
-        data=cfg.data,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        graders=cfg.graders,
-        prompts=cfg.prompts,
-        trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
-        sampling=cfg.sampling,
-    )
+    rl.check_data_recipe(cfg)
     rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run)
 

@@ -17,28 +17,16 @@ from numpy.typing import NDArray
 import spmd_rl as rl
 from spmd_rl.algo.dpo import bradley_terry_loss
 from spmd_rl.algo.pair_packing import pack_pairs
-from spmd_rl.data.pairs import PairConfig, PreferencePairs
-from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
-from spmd_rl.recipes.held_out import pair_evaluation
-from spmd_rl.recipes.sft import TrainSplit
+from spmd_rl.data.pairs import PreferencePairs
+from spmd_rl.recipes.held_out import check_supervised, pair_evaluation
 from spmd_rl.types.sequence_ends import sequence_ends
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(rl.PairRecipe):
     model: str  # Hugging Face folder; the head of a language model is replaced by a value head
-    # prompts with two answers: a file, or a table of files and weights (docs/data.md)
-    data: str | dict[str, float]
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
-    pairs_per_step: int = 32  # each a prompt with two answers
     margin: float = 0.0  # by how much the chosen answer's reward should be larger
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
-    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: TrainSplit = field(default_factory=TrainSplit)
-    prompts: PairConfig = field(default_factory=PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     trainer_role: ClassVar[type[rl.Role]] = rl.ValueTrainer  # for the plan
 
@@ -50,9 +38,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = held_out_sets(cfg.eval, cfg.prompts)
-    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
-        rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
+    check_supervised(cfg)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -51,15 +51,7 @@ def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
     if not cfg.reward_model:
         raise rl.ConfigError("--reward_model is missing: name a Hugging Face folder")
-    rl.check_inputs(
-        model=cfg.model,
-        data=cfg.data,
-        prompts=cfg.prompts,
-        trainer=cfg.trainer,
-        sampling=cfg.sampling,
-        hooks=cfg.hooks,
-        reward_model=cfg.reward_model,
-    )
+    rl.check_data_recipe(cfg, cfg.trainer, reward_model=cfg.reward_model)
     rl.check_evaluation(cfg)
     check_agent(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer)

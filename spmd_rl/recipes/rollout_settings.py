@@ -9,7 +9,7 @@ from spmd_rl.config.dump import as_data
 from spmd_rl.environments.config import hooks_with_agent
 from spmd_rl.evaluation.config import eval_rewards
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.recipes.protocols import EngineRecipe
+from spmd_rl.recipes.configs import EngineRecipe
 
 
 def rollout_settings(cfg: EngineRecipe) -> dict[str, Any]:

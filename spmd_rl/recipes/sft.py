@@ -9,29 +9,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import spmd_rl as rl
-from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
-from spmd_rl.recipes.held_out import held_out_answers, token_evaluation
+from spmd_rl.evaluation.held_out_config import HeldOutConfig
+from spmd_rl.recipes.held_out import check_supervised, held_out_answers, token_evaluation
 
 
-@dataclass(frozen=True)
-class TrainSplit:
-    train: rl.RoleSplit = field(default_factory=rl.RoleSplit)
-
-
-@dataclass(frozen=True)
-class Config:
-    model: str  # Hugging Face folder
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.SupervisedRecipe):
     # answers or conversations: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
-    steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
-    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     pairs_per_step: int = 64  # prompts with their answers, or conversations
     # which assistant messages of a conversation are learned; its own "weight" goes before this
     learn: Literal["all", "last"] = "all"
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     # Every token is a target, so steps may be larger than those of a policy gradient. verl's SFT
     # has the same learning rate.
@@ -44,11 +33,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = held_out_sets(cfg.eval, cfg.prompts)
-    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
-        rl.check_inputs(
-            model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer, learn=cfg.learn
-        )
+    check_supervised(cfg, cfg.learn)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

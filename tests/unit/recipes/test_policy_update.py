@@ -13,7 +13,7 @@ from spmd_rl.algo.make import make_algorithm
 from spmd_rl.config.load import load
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placements, plan_split
-from spmd_rl.recipes import grpo
+from spmd_rl.recipes import configs, grpo
 from spmd_rl.recipes.policy_update import PolicyUpdate, explained_variance
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues
@@ -98,7 +98,7 @@ def test_a_config_makes_its_algorithm_once(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(cfg.algorithm)
         return make_algorithm(cfg, **sampling)
 
-    monkeypatch.setattr(grpo, "make_algorithm", counted)
+    monkeypatch.setattr(configs, "make_algorithm", counted)
     cfg = load(grpo.Config, None, ["model=m", "data=d", "algorithm=ppo"])
     ctl = Ctl()
     found = PolicyUpdate(ctl, cfg, ctl.trainer, placements(cfg))  # type: ignore[arg-type]
