@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -53,13 +53,13 @@ def pack(
     columns = Group.to_columns(groups)
     contexts = _Contexts.of(columns)
     _check(columns, contexts, advantages, advantages_of)
-    sequences = _sequences(columns, contexts)
+    batch = _sequences(columns, contexts)
     per_token = concatenate(advantages, np.float64)
     if advantages_of == "samples":
-        per_token = np.repeat(per_token, sequences.lengths)
+        per_token = np.repeat(per_token, batch.lengths)
     else:
-        per_token = _after_contexts(per_token, sequences.lengths, columns.samples.lengths)
-    return _make_batch(sequences, per_token, aggregation, max_response_tokens)
+        per_token = _after_contexts(per_token, batch.lengths, columns.samples.lengths)
+    return _weighted(batch, per_token, executions_of(columns), aggregation, max_response_tokens)
 
 
 def _check(
@@ -87,9 +87,9 @@ def _check(
         )
 
 
-def _sequences(columns: GroupColumns, contexts: _Contexts) -> _Sequences:
+def _sequences(columns: GroupColumns, contexts: _Contexts) -> Batch:
     """Return each sample as a sequence: its context, which is the prompt or its own, then its own
-    tokens.
+    tokens. The weights are 0.
     """
     samples = columns.samples
     # With all contexts and then all samples end to end, a sequence is one row of each.
@@ -108,14 +108,18 @@ def _sequences(columns: GroupColumns, contexts: _Contexts) -> _Sequences:
         mask = placed(np.zeros(len(no_data), np.bool_), samples.mask)
     before = contexts.routes(samples)
     further = join_by_name([before, samples.columns], [len(no_data), len(samples.tokens)])
-    return _Sequences(
+    nothing = np.zeros(len(mask), np.float32)
+    return Batch(
         tokens=placed(contexts.tokens, samples.tokens),
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
         mask=mask,
+        weight=nothing,
+        advantages=nothing,
         rollout_logprobs=placed(no_data.logprobs, samples.logprobs),
         versions=versions,
         temperature=samples.temperature.astype(np.float32),
-        execution=executions_of(columns),
+        index=np.arange(len(samples), dtype=np.int32),
+        denominator=1.0,
         kept=samples.kept if any(map(len, samples.kept)) else [],
         columns={name: values[flat] for name, values in further.items()},
     )
@@ -184,80 +188,64 @@ def pack_sft(
     """
     sequences = [SftPair(*pair) for pair in pairs]
     advantages = np.zeros(sum(len(pair.tokens) for pair in sequences))
-    batch = _make_batch(_pair_sequences(sequences), advantages, aggregation, max_response_tokens)
+    execution = np.arange(len(pairs))
+    batch = _weighted(
+        _pair_sequences(sequences), advantages, execution, aggregation, max_response_tokens
+    )
     learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
     columns = source_columns([pair.source for pair in sequences], learned, batch.lengths)
     return replace(batch, columns=columns)
 
 
-def _pair_sequences(pairs: Sequence[SftPair]) -> _Sequences:
-    """Return each pair as a sequence. Its first token is not learned: nothing predicts it."""
+def _pair_sequences(pairs: Sequence[SftPair]) -> Batch:
+    """Return each pair as a sequence. Its first token is not learned: nothing predicts it.
+
+    The weights are 0.
+    """
     lengths = np.array([len(pair.tokens) for pair in pairs], dtype=np.int32)
     mask = concatenate([pair.mask for pair in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
-    return _Sequences(
+    nothing = np.zeros(len(mask), np.float32)
+    return Batch(
         tokens=concatenate([pair.tokens for pair in pairs], np.int32),
         lengths=lengths,
         mask=mask,
-        rollout_logprobs=np.zeros(len(mask), np.float32),
+        weight=nothing,
+        advantages=nothing,
+        rollout_logprobs=nothing,
         versions=np.full(len(mask), NO_VERSION, np.int32),
         temperature=np.ones(len(pairs), np.float32),
-        execution=np.arange(len(pairs)),
+        index=np.arange(len(pairs), dtype=np.int32),
+        denominator=1.0,
     )
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """The part of a `Batch` that does not depend on the aggregation.
-
-    `execution` numbers the run that a sequence comes from.
-    Shape: as in `Batch`; `execution` is [N].
-    """
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    rollout_logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    temperature: NDArray[np.float32]
-    execution: NDArray[np.int64]
-    kept: list[NDArray[np.uint8]] = field(default_factory=list)
-    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-
-def _make_batch(
-    sequences: _Sequences,
+def _weighted(
+    batch: Batch,
     advantages: NDArray[np.float64],  # of each token, those outside the mask included
+    execution: NDArray[np.int64],  # the run that each sequence comes from
     aggregation: Aggregation,
     max_response_tokens: int | None,
 ) -> Batch:
+    """Return the batch with its advantages, weights and denominator."""
     if aggregation not in (names := typing.get_args(Aggregation)):
         raise ConfigError(f"aggregation must be one of {', '.join(names)}, not {aggregation!r}")
-    num_sequences = len(sequences.lengths)
-    if num_sequences == 0:
+    if not batch.num_sequences:
         raise ContractError("no sequences to pack: a batch needs at least one")
     # the number of tokens in the mask, of each sequence
-    num_learned = np.diff(offsets_of(sequences.mask)[offsets_of(sequences.lengths)])
-    weights = _sequence_weights(num_learned, sequences, aggregation)
-    return Batch(
-        tokens=sequences.tokens,
-        lengths=sequences.lengths,
-        mask=sequences.mask,
-        weight=_in_mask(np.repeat(weights, sequences.lengths), sequences),
-        advantages=_in_mask(advantages, sequences),
-        rollout_logprobs=sequences.rollout_logprobs,
-        versions=sequences.versions,
-        temperature=sequences.temperature,
-        index=np.arange(num_sequences, dtype=np.int32),
-        denominator=_denominator(num_learned, sequences, aggregation, max_response_tokens),
-        columns=sequences.columns,
-        kept=sequences.kept,
+    num_learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
+    weights, denominator = _aggregated(num_learned, execution, aggregation, max_response_tokens)
+    return replace(
+        batch,
+        weight=_in_mask(np.repeat(weights, batch.lengths), batch),
+        advantages=_in_mask(advantages, batch),
+        denominator=float(denominator),
     )
 
 
-def _in_mask(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np.float32]:
+def _in_mask(values: NDArray[np.float64], batch: Batch) -> NDArray[np.float32]:
     """Return the values of tokens in the mask, and 0 for all others. Shape: [T]."""
-    return np.where(sequences.mask, values.astype(np.float32), np.float32(0))
+    return np.where(batch.mask, values.astype(np.float32), np.float32(0))
 
 
 def _after_contexts(
@@ -275,29 +263,23 @@ def _after_contexts(
     return placed
 
 
-def _sequence_weights(
-    num_learned: NDArray[np.int64], sequences: _Sequences, aggregation: Aggregation
-) -> NDArray[np.float64]:
-    if aggregation == "sample":
-        return 1.0 / np.maximum(num_learned, 1)
-    if aggregation == "execution":
-        learned_by_execution = np.bincount(sequences.execution, num_learned)
-        return 1.0 / np.maximum(learned_by_execution, 1)[sequences.execution]
-    return np.ones(len(num_learned))
-
-
-def _denominator(
+def _aggregated(
     num_learned: NDArray[np.int64],
-    sequences: _Sequences,
+    execution: NDArray[np.int64],
     aggregation: Aggregation,
     max_response_tokens: int | None,
-) -> float:
-    if aggregation == "token":
-        return float(max(num_learned.sum(), 1))
+) -> tuple[NDArray[np.float64], float]:
+    """Return the weight of each sequence's tokens, and the denominator."""
+    num_sequences = len(num_learned)
     if aggregation == "sample":
-        return float(len(num_learned))
+        return 1.0 / np.maximum(num_learned, 1), num_sequences
     if aggregation == "execution":
-        return float(len(np.unique(sequences.execution)))
+        learned_by_execution = np.bincount(execution, num_learned)
+        weights = 1.0 / np.maximum(learned_by_execution, 1)[execution]
+        return weights, len(np.unique(execution))
+    weights = np.ones(num_sequences)
+    if aggregation == "token":
+        return weights, max(num_learned.sum(), 1)
     if not max_response_tokens:
         raise ConfigError("aggregation 'const' divides by a fixed length: pass max_response_tokens")
-    return float(len(num_learned) * max_response_tokens)
+    return weights, num_sequences * max_response_tokens

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import DataError
+from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import AGENT, TURN_RECORDS, Sample
 
@@ -51,7 +52,7 @@ def by_turn(
     made = []
     for group in groups:
         lengths = [len(sample.tokens) for sample in group.samples]
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        offsets = offsets_of(np.array(lengths, np.int64))
         values = np.zeros(offsets[-1])
         for turns in _turns_by_agent(group, discount).values():
             for turn, value in zip(turns, advantage(turns), strict=True):
