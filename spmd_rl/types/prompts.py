@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,13 +77,11 @@ class Prompt:
             lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
             uid=np.array([prompt.uid for prompt in prompts], np.int64),
             tokens=concatenate([prompt.tokens for prompt in prompts], np.int32),
-            text=[prompt.text for prompt in prompts],
-            answer=[prompt.answer for prompt in prompts],
-            source=[prompt.source for prompt in prompts],
-            meta=[prompt.meta for prompt in prompts],
-            reward=[prompt.reward for prompt in prompts],
-            chat=[prompt.chat for prompt in prompts],
+            **{name: [getattr(prompt, name) for prompt in prompts] for name in _LISTS},
         )
+
+
+_LISTS = tuple(one.name for one in fields(Prompt) if one.name not in ("uid", "tokens"))
 
 
 @dataclass(frozen=True)
@@ -105,5 +103,5 @@ class PromptColumns(Columns):
         """Return the prompts as objects. Raises: ValueError, as `check` does."""
         self.check()
         tokens = split_at(self.tokens, self.offsets)
-        columns = self.text, self.answer, self.source, self.meta, self.reward, self.chat
+        columns = [getattr(self, name) for name in _LISTS]
         return list(map(Prompt, self.uid.tolist(), tokens, *columns))
