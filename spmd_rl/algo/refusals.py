@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from spmd_rl.algo.config import KlConfig, PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
+from spmd_rl.config.defaults import changed_defaults
 from spmd_rl.config.rules import require
-from spmd_rl.config.schema import default_of
 from spmd_rl.errors import ConfigError
 
 # a setting without which others are not read, and those others
@@ -33,7 +31,7 @@ def refuse_wrong_settings(
     facts = algorithms[cfg.algorithm]
     if num_samples is not None and facts.compares_samples:
         require(num_samples >= 2, "sampling.num_samples", num_samples, "2 or more")
-    keys = list(_set_keys(cfg))
+    keys = list(changed_defaults(cfg))
     _refuse_without_effect(keys)
     for key in keys:
         name = key.partition(".")[0]
@@ -51,24 +49,6 @@ def refuse_wrong_settings(
     _refuse_wrong_kl(cfg.kl, facts)
     if facts.check is not None:
         facts.check(cfg)
-
-
-def _set_keys(cfg: Any) -> Iterator[str]:
-    """Yield the keys whose values differ from their defaults."""
-    for field in fields(cfg):
-        yield from _differing(field.name, getattr(cfg, field.name), default_of(field))
-
-
-def _differing(key: str, value: Any, default: Any) -> Iterator[str]:
-    """Yield the key, or those within its table, whose values differ from the default."""
-    if value == default:
-        return
-    if is_dataclass(value) and type(value) is type(default):
-        for field in fields(value):
-            name = field.name
-            yield from _differing(f"{key}.{name}", getattr(value, name), getattr(default, name))
-    else:
-        yield key
 
 
 def _refuse_without_effect(keys: list[str]) -> None:
