@@ -58,7 +58,7 @@ def token_rewards(batch: Batch, kl_coef: float) -> tuple[NDArray[np.float64], ND
 
     Also return how many such tokens each sequence has.
     """
-    lengths = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
+    lengths = batch.num_learned
     lasts = offsets_of(lengths)[1:][lengths > 0] - 1
     rewards = -_kl_cost(batch, kl_coef)
     rewards[lasts] += batch.advantages[batch.mask][lasts]

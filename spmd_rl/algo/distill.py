@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.algo.losses import LossInput
+from spmd_rl.algo.losses import LossInput, column_of
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import offsets_of
@@ -60,9 +60,8 @@ def distill_metrics(batch: Batch) -> dict[str, float]:
 def distill_gains(batch: Batch) -> NDArray[np.float64]:
     """Return the mean of teacher - student over the tokens of each sequence. Shape: [N]."""
     gains = np.where(batch.mask, _teacher(batch) - batch.rollout_logprobs, 0.0)
-    starts = offsets_of(batch.lengths)[:-1]
-    sums, counts = (np.add.reduceat(values, starts) for values in (gains, batch.mask.astype(int)))
-    return np.asarray(sums / np.maximum(counts, 1), np.float64)
+    sums = np.add.reduceat(gains, offsets_of(batch.lengths)[:-1])
+    return np.asarray(sums / np.maximum(batch.num_learned, 1), np.float64)
 
 
 def with_candidates(batch: Batch, ids: TokenValues, logprobs: TokenValues) -> Batch:
@@ -110,10 +109,5 @@ def _with_tail(logprobs: Tensor) -> Tensor:
 
 
 def _teacher(batch: Batch) -> NDArray[np.float32]:
-    if TEACHER not in batch.columns:
-        raise ContractError(
-            f"the batch has no column {TEACHER!r}: add it by "
-            "batch.with_columns(teacher_logprobs=teacher.score.call(batch))"
-        )
-    column: NDArray[np.float32] = batch.columns[TEACHER]
-    return column
+    remedy = "add it by batch.with_columns(teacher_logprobs=teacher.score.call(batch))"
+    return column_of(batch.columns, TEACHER, remedy)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.by_source import by_source
-from spmd_rl.algo.losses import LossInput, ValueInput
+from spmd_rl.algo.losses import LossInput, ValueInput, column_of
 from spmd_rl.algo.pair_packing import PAIR_SCALE
 from spmd_rl.errors import ConfigError, ContractError
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DpoLossType = Literal["sigmoid", "ipo", "hinge"]
-C = TypeVar("C")
 
 REFERENCE = "reference_logprobs"
 
@@ -41,8 +39,8 @@ def dpo_loss(
     """
     from torch import ones_like, where
 
-    scale = _column(out.columns, PAIR_SCALE, "pack it with pack_pairs")
-    reference = _column(
+    scale = column_of(out.columns, PAIR_SCALE, "pack it with pack_pairs")
+    reference = column_of(
         out.columns,
         REFERENCE,
         "add it by batch.with_columns(reference_logprobs=reference.score.call(batch))",
@@ -128,9 +126,3 @@ def _answer_sums(out: LossInput, values: Tensor) -> Tensor:
 
     lengths = bincount(out.sequence, minlength=out.num_sequences)
     return segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True)
-
-
-def _column(columns: Mapping[str, C], name: str, remedy: str) -> C:
-    if name not in columns:
-        raise ContractError(f"the batch has no column {name!r}: {remedy}")
-    return columns[name]

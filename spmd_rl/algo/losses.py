@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 from spmd_rl.algo.by_source import by_source
-from spmd_rl.algo.policy.surrogates import ratio_of
+from spmd_rl.algo.policy.surrogates import ppo_surrogate, ratio_of
 from spmd_rl.errors import ContractError
 
+C = TypeVar("C")
 # names of sums and metrics of the trainer, which a loss's measurements cannot have
 RESERVED = {"loss", "tokens", "ratio", "square_ratio", "square_norm"}
 RESERVED |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
@@ -108,12 +109,17 @@ def grpo_loss(
         )
     reference = out.rollout_logprobs if behaviour == "rollout" else out.old_logprobs
     ratio = ratio_of(out.logprobs - reference)
-    unclipped = -ratio * out.advantages
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * out.advantages
-    loss = unclipped.maximum(clipped)
+    loss, clipped = ppo_surrogate(ratio, out.advantages, clip_low=clip_low, clip_high=clip_high)
     if tis_cap is not None:
         loss = loss * (out.old_logprobs - out.rollout_logprobs).exp().clamp(max=tis_cap)
-    return loss, {"train/clip_frac": (clipped > unclipped).float()}
+    return loss, {"train/clip_frac": clipped.float()}
+
+
+def column_of(columns: Mapping[str, C], name: str, remedy: str) -> C:
+    """Return a batch's column. Raises: ContractError without it, which says the remedy."""
+    if name not in columns:
+        raise ContractError(f"the batch has no column {name!r}: {remedy}")
+    return columns[name]
 
 
 def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:

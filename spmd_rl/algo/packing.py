@@ -24,7 +24,7 @@ from spmd_rl.algo.by_source import source_columns
 from spmd_rl.algo.executions import executions_of
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.columns import concatenate, entry_indices, join_by_name, offsets_of
+from spmd_rl.types.columns import concatenate, entry_indices, join_by_name
 from spmd_rl.types.groups import Group, GroupColumns
 from spmd_rl.types.routes import EXPERT_IDS
 from spmd_rl.types.samples import NO_VERSION, SampleColumns, error_of
@@ -192,8 +192,8 @@ def pack_sft(
     batch = _weighted(
         _pair_sequences(sequences), advantages, execution, aggregation, max_response_tokens
     )
-    learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
-    columns = source_columns([pair.source for pair in sequences], learned, batch.lengths)
+    sources = [pair.source for pair in sequences]
+    columns = source_columns(sources, batch.num_learned, batch.lengths)
     return replace(batch, columns=columns)
 
 
@@ -232,9 +232,9 @@ def _weighted(
         raise ConfigError(f"aggregation must be one of {', '.join(names)}, not {aggregation!r}")
     if not batch.num_sequences:
         raise ContractError("no sequences to pack: a batch needs at least one")
-    # the number of tokens in the mask, of each sequence
-    num_learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
-    weights, denominator = _aggregated(num_learned, execution, aggregation, max_response_tokens)
+    weights, denominator = _aggregated(
+        batch.num_learned, execution, aggregation, max_response_tokens
+    )
     return replace(
         batch,
         weight=_in_mask(np.repeat(weights, batch.lengths), batch),

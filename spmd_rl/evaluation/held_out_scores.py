@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.algo.dpo import REFERENCE
-from spmd_rl.errors import ContractError
+from spmd_rl.algo.losses import column_of
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.token_values import TokenValues
@@ -59,11 +59,9 @@ def dpo_rewards(batch: Batch, policy: TokenValues, *, beta: float) -> NDArray[np
     Shape: [2 * pairs], each chosen answer before the rejected one.
     Raises: ContractError without that column.
     """
-    if REFERENCE not in batch.columns:
-        raise ContractError(
-            f"the batch has no column {REFERENCE!r}: score the batch with the reference model"
-        )
-    differences = policy.values.astype(np.float64) - batch.columns[REFERENCE]
+    remedy = "score the batch with the reference model"
+    reference = column_of(batch.columns, REFERENCE, remedy)
+    differences = policy.values.astype(np.float64) - reference
     return beta * _sums(batch, differences)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ContractError
-from spmd_rl.types.columns import entry_indices
+from spmd_rl.types.columns import entry_indices, offsets_of
 from spmd_rl.types.partition import balanced_partition
 from spmd_rl.types.token_values import TokenValues
 
@@ -68,6 +68,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_learned(self) -> NDArray[np.int64]:
+        """How many tokens of each sequence are in the mask. Shape: [N]."""
+        return np.diff(offsets_of(self.mask)[offsets_of(self.lengths)])
 
     def select(self, indices: list[int] | NDArray[np.intp]) -> Batch:
         """Return the sequences `indices`, in that order, with the same denominator."""

@@ -56,8 +56,8 @@ def policy_loss(
     before = _behaviour_logprobs(out, behaviour, weighting.is_on or rejection.is_on)
     log_ratio = out.logprobs - before
     ratio = ratio_of(log_ratio)
-    clips = _Clips(clip_low, clip_high, dual_clip)
-    loss, clipped = _surrogate_loss(out, before, ratio, surrogate, clips)
+    bounds = {"clip_low": clip_low, "clip_high": clip_high}
+    loss, clipped = _surrogate_loss(out, before, ratio, surrogate, bounds, dual_clip)
     measured = {"train/clip_frac": clipped.float(), "train/ppo_kl": -log_ratio.detach()}
     if weighting.is_on:
         measured["train/correction_weight"] = weight = _weights(out, weighting)
@@ -130,30 +130,26 @@ def _kl_term(out: LossInput, estimator: Estimator, ratio: Tensor | None) -> Tens
     return kl_loss(out.logprobs, out.columns[REFERENCE_LOGPROBS], estimator, ratio)
 
 
-@dataclass(frozen=True)
-class _Clips:
-    """Bounds of a surrogate's ratio; `dual` bounds the loss where the advantage is negative."""
-
-    low: float
-    high: float
-    dual: float | None
-
-
 def _surrogate_loss(
-    out: LossInput, before: Tensor, ratio: Tensor, surrogate: Surrogate, clips: _Clips
+    out: LossInput,
+    before: Tensor,
+    ratio: Tensor,
+    surrogate: Surrogate,
+    bounds: dict[str, float],
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the surrogate's loss, and whether each token was clipped.
 
+    `bounds` are those of the ratio; `dual_clip` bounds the loss where the advantage is negative.
     Raises: ValueError for an unknown surrogate.
     """
-    bounds = {"clip_low": clips.low, "clip_high": clips.high}
     if surrogate == "cispo":
         return cispo_surrogate(ratio, out.advantages, out.logprobs, **bounds)
     if surrogate == "gspo":
         ratio = gspo_ratio(out.logprobs, before, out.sequence, out.num_sequences)
     elif surrogate != "ppo":
         raise ValueError(f"surrogate = {surrogate!r}: expected ppo, gspo or cispo")
-    return ppo_surrogate(ratio, out.advantages, **bounds, dual_clip=clips.dual)
+    return ppo_surrogate(ratio, out.advantages, **bounds, dual_clip=dual_clip)
 
 
 def _engine_ratio(out: LossInput, level: Level) -> Tensor:
