@@ -14,7 +14,7 @@ from typing import ClassVar
 import spmd_rl as rl
 from spmd_rl.environments.config import agree_with_agent
 from spmd_rl.environments.make import check_agent
-from spmd_rl.recipes.policy_update import check_adapters, check_coded_weights, extra_roles_of
+from spmd_rl.recipes.policy_update import check_pushes, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
 
@@ -33,8 +33,7 @@ class Config(rl.PolicyRecipe):  # its settings are in recipes/configs.py
         if self.is_on_policy:
             refuse_lag(self.sampler)
             refuse_uncorrected_rounds(self)
-        check_adapters(self)
-        check_coded_weights(self)
+        check_pushes(self)
         _ = self.made_algorithm  # refuses settings that do not fit
 
     def extra_roles(self) -> list[rl.ExtraRole]:

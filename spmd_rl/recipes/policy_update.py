@@ -21,7 +21,6 @@ from spmd_rl.config.dump import as_data
 from spmd_rl.config.rules import require
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
-from spmd_rl.controller.pending import Pending
 from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
@@ -42,22 +41,16 @@ MASKED_SHARE = "version/masked_share"
 CRITIC = "critic"  # name of the role, and of its ranks in a split
 
 
-def check_adapters(cfg: PolicyRecipe) -> None:
-    """Raise a ConfigError for what cannot be done with a trainer of adapters."""
-    if not cfg.trainer.lora.rank:
-        return
-    if cfg.trainer.adapted_base and not cfg.engine.takes_adapters:
+def check_pushes(cfg: PolicyRecipe) -> None:
+    """Raise a ConfigError for adapters, or weights in few bits, that a push cannot bring."""
+    trainer, key, every = cfg.trainer, "kl.refresh_every", cfg.kl.refresh_every
+    if trainer.adapted_base and not cfg.engine.takes_adapters:
         raise ConfigError(NO_ADAPTERS)
-    expected = f"0 with trainer.lora.rank: {BASE_STAYS}"
-    require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
-
-
-def check_coded_weights(cfg: PolicyRecipe) -> None:
-    """Raise a ConfigError for a reference that would take weights in few bits by a push."""
-    weights = cfg.trainer.weights
-    if weights != "full":
-        expected = f'0 with trainer.weights = "{weights}": a push to the reference brings no codes'
-        require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
+    if trainer.lora.rank:
+        require(every == 0, key, every, f"0 with trainer.lora.rank: {BASE_STAYS}")
+    if trainer.weights != "full":
+        no_codes = "a push to the reference brings no codes"
+        require(every == 0, key, every, f'0 with trainer.weights = "{trainer.weights}": {no_codes}')
 
 
 def extra_roles_of(cfg: PolicyRecipe) -> list[ExtraRole]:
@@ -115,20 +108,18 @@ class PolicyUpdate:
         self.savers: dict[str, Any] = spawned
         self.roles = [trainer, *spawned.values()]
         self._reference: _Reference | None = None
-        self._critic: _Critic | None = None
         if REFERENCE_LOGPROBS in self.algorithm.needs:
             frozen = cast(FrozenModel | None, spawned.get(REFERENCE))
             begins_as_policy = not cfg.kl.reference and not cfg.trainer.lora.folder
             self._reference = _Reference(ctl, cfg.kl, trainer, frozen, begins_as_policy)
-        if CRITIC in spawned:
-            self._critic = _Critic(
-                cfg.value_clip, cfg.critic_warmup_steps, cast(Critic, spawned[CRITIC])
-            )
+        self._critic = cast(Critic | None, spawned.get(CRITIC))
+        self._value_loss = partial(value_loss, clip=cfg.value_clip)
+        self._warmup_steps = cfg.critic_warmup_steps if self._critic else 0
 
     @property
     def trainers(self) -> list[TrainingRole]:
         """The roles that learn: the trainer, and the critic if there is one."""
-        return [self.trainer, *([self._critic.role] if self._critic else [])]
+        return [self.trainer, *([self._critic] if self._critic else [])]
 
     @property
     def may_drop_groups(self) -> bool:
@@ -165,7 +156,7 @@ class PolicyUpdate:
         if OLD_LOGPROBS in self.algorithm.needs:
             batch = batch.with_columns(old_logprobs=self.trainer.score.call(batch))
         # on ranks of its own the critic works at the same time as the others
-        values = self._critic.role.values.start(batch) if self._critic else None
+        values = self._critic.values.start(batch) if self._critic else None
         if self._reference is not None:
             batch = self._reference.with_logprobs(batch, index)
             metrics["train/kl"] = mean_k1(batch)
@@ -173,12 +164,12 @@ class PolicyUpdate:
             batch = batch.with_columns(values=values.wait())
         if self.algorithm.credit is not None:
             batch = self.algorithm.credit(batch)
-        critic_step = self._critic.start(batch) if self._critic else None
-        if self._critic is None or index >= self._critic.warmup_steps:
+        learned = self._critic.train_step.start(batch, self._value_loss) if self._critic else None
+        if index >= self._warmup_steps:
             loss, needs = self.algorithm.loss, self.algorithm.loss_needs
             metrics |= self.trainer.train_step.call(batch, loss, needs=needs)
-        if critic_step is not None:
-            metrics |= critic_metrics(critic_step.wait(), batch)
+        if learned is not None:
+            metrics |= critic_metrics(learned.wait(), batch)
         return metrics
 
 
@@ -227,19 +218,6 @@ class _Reference:
         if index == 0 and self._begins_as_policy:
             check_reference(self._trainer.score.call(batch), scores)
         return batch.with_columns(reference_logprobs=scores)
-
-
-class _Critic:
-    """The critic, and its loss."""
-
-    def __init__(self, value_clip: float, warmup_steps: int, role: Critic) -> None:
-        self.role = role
-        self.warmup_steps = warmup_steps
-        self._loss = partial(value_loss, clip=value_clip)
-
-    def start(self, batch: Batch) -> Pending[dict[str, float]]:
-        """Begin to learn from the returns of a batch."""
-        return self.role.train_step.start(batch, self._loss)
 
 
 def critic_metrics(stats: dict[str, float], batch: Batch) -> dict[str, float]:
