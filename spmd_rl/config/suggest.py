@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from itertools import accumulate, takewhile
 from typing import Any
@@ -28,7 +28,8 @@ def nearest_key(name: str, root: type) -> str:
 
     What TRL, slime or verl call so goes first. Then a key is meant that ends like `name`, and then
     one whose last word is alike; at either, ours go before theirs. Ours must end with all words of
-    the last part of `name`. Where several do, all are named.
+    the last part of `name`. Where several do, all are named. A key whose comment begins with these
+    words goes before those that are alike.
     """
     docs = _docs(root)
     theirs, exact, spelt = foreign.here(docs), foreign.exact(name), foreign.spelt(name)
@@ -42,9 +43,10 @@ def nearest_key(name: str, root: type) -> str:
         return f"; the nearest known key is {last}"
     if same := _with_ending(spelt, theirs, 1):
         return foreign.answer(theirs[same[0]], docs)
-    if exact:
+    nearest = _described(name, docs)
+    if exact and not nearest:
         return foreign.answer(exact, docs)
-    if nearest := _alike(name, _with_tables(docs), NEAR):
+    if nearest := nearest or _alike(name, _with_tables(docs), NEAR):
         return f"; the nearest known key is {nearest!r}"
     if nearest := _alike(spelt, theirs, MISSPELT):
         return foreign.answer(theirs[nearest], docs)
@@ -99,6 +101,13 @@ def _with_ending(name: str, known: Iterable[str], least: int) -> list[str]:
     }
     best = max(ranks.values(), default=None)
     return [other for other, rank in ranks.items() if rank == best]
+
+
+def _described(name: str, docs: Mapping[str, str]) -> str:
+    """Return the key whose comment begins with the words of `name`; "" if none does."""
+    words = _last(name).replace("_", " ")
+    described = [key for key, doc in docs.items() if " " in words and doc.startswith(words)]
+    return max(described, key=lambda key: _likeness(name, key)[1:], default="")
 
 
 def _alike(name: str, known: Iterable[str], least: float) -> str:
