@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.algorithm import Advantage
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import AGENT
-
-Advantage = Callable[[list[Group]], Sequence[NDArray[np.floating]]]
 
 
 def compared_by_agent(advantage: Advantage) -> Advantage:

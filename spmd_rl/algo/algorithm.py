@@ -14,6 +14,8 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import NO_VERSION
 
+Advantage = Callable[[list[Group]], Sequence[NDArray[np.floating]]]
+
 ENTROPY = "entropy"
 REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a KL term reads
 OLD_LOGPROBS = "old_logprobs"  # the column that takes the place of a trainer's scoring pass
@@ -35,7 +37,7 @@ class Algorithm:
     max_response_tokens: what the aggregation "const" divides by.
     """
 
-    advantage: Callable[[list[Group]], Sequence[NDArray[np.floating]]]
+    advantage: Advantage
     loss: Loss
     aggregation: Aggregation = "token"
     credit: Callable[[Batch], Batch] | None = None

@@ -22,4 +22,4 @@ FACTS = AlgorithmFacts(ignores=("dual_clip",))
 def cispo(cfg: PolicyConfig) -> Algorithm:
     """Return CISPO with these settings."""
     loss = loss_from(cfg, FACTS, surrogate="cispo", clip_low=1.0, clip_high=4.0)
-    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss))
+    return group_algorithm(cfg, FACTS, group_advantage, loss)

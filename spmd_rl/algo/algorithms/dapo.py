@@ -25,4 +25,4 @@ FACTS = AlgorithmFacts()
 def dapo(cfg: PolicyConfig) -> Algorithm:
     """Return DAPO with these settings."""
     loss = loss_from(cfg, FACTS, clip_high=0.28)
-    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss, keeps=rewards_differ))
+    return group_algorithm(cfg, FACTS, group_advantage, loss, keeps=rewards_differ)

@@ -15,7 +15,7 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
-from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm
 
 FACTS = AlgorithmFacts()
 
@@ -23,4 +23,4 @@ FACTS = AlgorithmFacts()
 def dr_grpo(cfg: PolicyConfig) -> Algorithm:
     """Return Dr.GRPO with these settings."""
     advantage = partial(group_advantage, use_std=False)
-    return group_algorithm(cfg, FACTS, Algorithm(advantage, loss_from(cfg, FACTS), "const"))
+    return group_algorithm(cfg, FACTS, advantage, aggregation="const")

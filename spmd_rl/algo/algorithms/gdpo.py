@@ -17,7 +17,7 @@ from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.gdpo import gdpo_advantage
-from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm
 
 FACTS = AlgorithmFacts(
     reads=("reward_weights",),
@@ -28,4 +28,4 @@ FACTS = AlgorithmFacts(
 def gdpo(cfg: PolicyConfig) -> Algorithm:
     """Return GDPO with these settings."""
     advantage = partial(gdpo_advantage, weights=cfg.reward_weights)
-    return group_algorithm(cfg, FACTS, Algorithm(advantage, loss_from(cfg, FACTS)))
+    return group_algorithm(cfg, FACTS, advantage)

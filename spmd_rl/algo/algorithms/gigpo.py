@@ -20,7 +20,7 @@ from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
-from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm
 from spmd_rl.algo.turns import among_equal_states, by_turn
 from spmd_rl.types.groups import Group
 
@@ -39,5 +39,4 @@ def gigpo(cfg: PolicyConfig) -> Algorithm:
             for group, episode, turns in zip(groups, of_episodes(groups), of_turns, strict=True)
         ]
 
-    algorithm = Algorithm(advantage, loss_from(cfg, FACTS), advantage_of="tokens")
-    return group_algorithm(cfg, FACTS, algorithm)
+    return group_algorithm(cfg, FACTS, advantage, advantage_of="tokens")

@@ -13,11 +13,11 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
-from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm
 
 FACTS = AlgorithmFacts()
 
 
 def grpo(cfg: PolicyConfig) -> Algorithm:
     """Return GRPO with these settings."""
-    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss_from(cfg, FACTS)))
+    return group_algorithm(cfg, FACTS, group_advantage)

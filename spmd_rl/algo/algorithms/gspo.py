@@ -37,4 +37,4 @@ FACTS = AlgorithmFacts(ignores=("dual_clip",), check=_check_clips)
 def gspo(cfg: PolicyConfig) -> Algorithm:
     """Return GSPO with these settings."""
     loss = loss_from(cfg, FACTS, surrogate="gspo", clip_low=3e-4, clip_high=4e-4)
-    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss, "sample"))
+    return group_algorithm(cfg, FACTS, group_advantage, loss, aggregation="sample")

@@ -16,7 +16,7 @@ from functools import partial
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
-from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm
 from spmd_rl.algo.turns import by_turn, less_mean_return
 
 FACTS = AlgorithmFacts(reads=("discount",))
@@ -25,5 +25,4 @@ FACTS = AlgorithmFacts(reads=("discount",))
 def turn_returns(cfg: PolicyConfig) -> Algorithm:
     """Return the algorithm with these settings."""
     advantage = partial(by_turn, advantage=less_mean_return, discount=cfg.discount)
-    algorithm = Algorithm(advantage, loss_from(cfg, FACTS), advantage_of="tokens")
-    return group_algorithm(cfg, FACTS, algorithm)
+    return group_algorithm(cfg, FACTS, advantage, advantage_of="tokens")

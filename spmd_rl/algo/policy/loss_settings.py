@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from spmd_rl.algo.algorithm import ENTROPY, REFERENCE_LOGPROBS, Algorithm
+from spmd_rl.algo.algorithm import ENTROPY, REFERENCE_LOGPROBS, Advantage, Algorithm
 from spmd_rl.algo.config import CorrectionConfig, KlConfig, PolicyConfig
 from spmd_rl.algo.credit import kl_as_reward
 from spmd_rl.algo.facts import AlgorithmFacts
+from spmd_rl.algo.losses import Loss
 from spmd_rl.algo.policy.policy_loss import Surrogate, policy_loss
 
 
@@ -71,12 +71,18 @@ def needs_of(cfg: PolicyConfig) -> frozenset[str]:
     return frozenset(needs | ({REFERENCE_LOGPROBS} if cfg.kl.coef else set()))
 
 
-def group_algorithm(cfg: PolicyConfig, facts: AlgorithmFacts, algorithm: Algorithm) -> Algorithm:
+def group_algorithm(
+    cfg: PolicyConfig,
+    facts: AlgorithmFacts,
+    advantage: Advantage,
+    loss: Loss | None = None,
+    **parts: Any,
+) -> Algorithm:
     """Return an algorithm that compares the samples of a group, with the needs of `cfg`.
 
-    A KL divergence that is a reward is subtracted from the advantages of tokens.
+    Its loss is GRPO's unless `loss` is given, and `parts` are further parts of the `Algorithm`. A
+    KL divergence that is a reward is subtracted from the advantages of tokens.
     """
-    algorithm = replace(algorithm, needs=needs_of(cfg))
-    if facts.kl_reward_coef(cfg.kl):
-        return replace(algorithm, credit=partial(kl_as_reward, kl_coef=cfg.kl.coef))
-    return algorithm
+    credit = partial(kl_as_reward, kl_coef=cfg.kl.coef) if facts.kl_reward_coef(cfg.kl) else None
+    loss = loss or loss_from(cfg, facts)
+    return Algorithm(advantage, loss, credit=credit, needs=needs_of(cfg), **parts)
