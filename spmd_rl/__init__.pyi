@@ -53,12 +53,6 @@ from spmd_rl.offload.phases import ALL as ALL
 from spmd_rl.offload.phases import COLOCATED as COLOCATED
 from spmd_rl.offload.phases import CONCURRENT as CONCURRENT
 from spmd_rl.offload.phases import Phases as Phases
-from spmd_rl.recipes.configs import DataRecipe as DataRecipe
-from spmd_rl.recipes.configs import EngineRecipe as EngineRecipe
-from spmd_rl.recipes.configs import PairRecipe as PairRecipe
-from spmd_rl.recipes.configs import PolicyRecipe as PolicyRecipe
-from spmd_rl.recipes.configs import SupervisedRecipe as SupervisedRecipe
-from spmd_rl.recipes.configs import TrainingRecipe as TrainingRecipe
 from spmd_rl.recipes.load_prompts import check_data_recipe as check_data_recipe
 from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
 from spmd_rl.recipes.num_steps import check_steps as check_steps

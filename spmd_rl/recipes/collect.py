@@ -13,18 +13,18 @@ import spmd_rl as rl
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
 from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.environments.make import check_agent
-from spmd_rl.recipes.configs import InferSplit
+from spmd_rl.recipes import configs
 from spmd_rl.rollout.engine_load import load_metrics
 
 
 @dataclass(frozen=True)
-class Config(rl.DataRecipe):
+class Config(configs.DataRecipe):
     model: str  # Hugging Face folder with weights
     # module:function or path/to/file.py:function; several as a table of names and weights;
     # "": samples are not graded
     reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     steps: int = 1  # files of samples that are written
-    split: InferSplit = field(default_factory=InferSplit)
+    split: configs.InferSplit = field(default_factory=configs.InferSplit)
     agent: AgentConfig = field(default_factory=AgentConfig)
 
     def __post_init__(self) -> None:

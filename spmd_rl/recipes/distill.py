@@ -19,11 +19,12 @@ from spmd_rl.algo.distill import (
 )
 from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
 from spmd_rl.check.engine import announce_correction
+from spmd_rl.recipes import configs
 from spmd_rl.rollout.engine import refuse_greedy, refuse_replay
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.TrainingRecipe, rl.DataRecipe):
+class Config(configs.TrainingRecipe, configs.DataRecipe):
     model: str  # Hugging Face folder of the student
     teacher: str  # Hugging Face folder of a model with the same tokenizer
     # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens

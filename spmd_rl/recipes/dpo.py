@@ -18,12 +18,13 @@ from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.data.pairs import PreferencePairs
 from spmd_rl.evaluation.held_out_scores import dpo_rewards
 from spmd_rl.mesh.split import Placements
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.held_out import check_supervised, pair_evaluation
 from spmd_rl.train.extra_role import reference_roles
 
 
 @dataclass(frozen=True)
-class Config(rl.PairRecipe):
+class Config(configs.PairRecipe):
     reference: str = ""  # Hugging Face folder of the reference; "": the first weights of model
     beta: float = 0.1  # how much the policy is held to the reference
     label_smoothing: float = 0.0  # share of the pairs that may be labelled the wrong way round

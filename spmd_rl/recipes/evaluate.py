@@ -19,11 +19,12 @@ from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.environments.make import check_agent
 from spmd_rl.evaluation.config import EvalSet
 from spmd_rl.evaluation.results import scores_table, write_scores
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.evaluate_settings import settings_of_run
 
 
 @dataclass(frozen=True)
-class Config(rl.EngineRecipe):
+class Config(configs.EngineRecipe):
     data: str = ""  # a file of prompts and answers (docs/data.md); a slice as path@[a:b]
     sets: dict[str, EvalSet] = field(default_factory=dict)  # several sets by name, not data
     # grades what no set grades itself: module:function or path/to/file.py:function; several as a

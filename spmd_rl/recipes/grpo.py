@@ -14,13 +14,14 @@ from typing import ClassVar
 import spmd_rl as rl
 from spmd_rl.environments.config import agree_with_agent
 from spmd_rl.environments.make import check_agent
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.policy_update import check_pushes, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
 
 
 @dataclass(frozen=True)
-class Config(rl.PolicyRecipe):  # its settings are in recipes/configs.py
+class Config(configs.PolicyRecipe):
     phases: ClassVar[rl.Phases] = rl.COLOCATED
     is_on_policy: ClassVar[bool] = True
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import spmd_rl as rl
 from spmd_rl.data.documents import DocumentConfig, Documents
 from spmd_rl.evaluation.held_out_config import DocumentEvalConfig, held_out_sets
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.held_out import check_supervised, token_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.SupervisedRecipe):
+class Config(configs.SupervisedRecipe):
     # a text in each record, or .txt: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
     tokens_per_step: int = 65536  # of the documents; no chat template is applied

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import spmd_rl as rl
 from spmd_rl.algo.policy.rejection import accepted_samples
 from spmd_rl.data.sft_file import SftFile
-from spmd_rl.recipes.configs import InferSplit
+from spmd_rl.recipes import configs
 
 
 @dataclass(frozen=True)
-class Config(rl.DataRecipe):
+class Config(configs.DataRecipe):
     model: str  # Hugging Face folder with weights
     epochs: int = 1  # how often samples are drawn for each prompt
     prompts_per_step: int = 128  # each with sampling.num_samples samples
@@ -25,7 +25,7 @@ class Config(rl.DataRecipe):
     threshold: float = 1.0  # least reward of a correct sample
     # the weights stay as they are, so one evaluation tells all: that before the first step
     eval: rl.EvalConfig = field(default_factory=lambda: rl.EvalConfig(at_end=False))
-    split: InferSplit = field(default_factory=InferSplit)
+    split: configs.InferSplit = field(default_factory=configs.InferSplit)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"epochs": 1, "prompts_per_step": 1})

@@ -18,12 +18,13 @@ import spmd_rl as rl
 from spmd_rl.algo.dpo import bradley_terry_loss
 from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.data.pairs import PreferencePairs
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.held_out import check_supervised, pair_evaluation
 from spmd_rl.types.sequence_ends import sequence_ends
 
 
 @dataclass(frozen=True)
-class Config(rl.PairRecipe):
+class Config(configs.PairRecipe):
     model: str  # Hugging Face folder; the head of a language model is replaced by a value head
     margin: float = 0.0  # by how much the chosen answer's reward should be larger
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero

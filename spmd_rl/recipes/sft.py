@@ -10,11 +10,12 @@ from typing import Literal
 
 import spmd_rl as rl
 from spmd_rl.evaluation.held_out_config import HeldOutConfig
+from spmd_rl.recipes import configs
 from spmd_rl.recipes.held_out import check_supervised, held_out_answers, token_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.SupervisedRecipe):
+class Config(configs.SupervisedRecipe):
     # answers or conversations: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
     pairs_per_step: int = 64  # prompts with their answers, or conversations
