@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any, get_args
 
+from spmd_rl.algo import algorithms
 from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.algorithm import OLD_LOGPROBS, Algorithm, rewards_differ
 from spmd_rl.algo.config import AlgorithmName, CorrectionConfig, PolicyConfig
@@ -20,9 +20,7 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
 # the file of each algorithm by its name; it has its facts, and a function of its name
-ALGORITHMS: dict[str, Any] = {
-    name: import_module(f"spmd_rl.algo.algorithms.{name}") for name in get_args(AlgorithmName)
-}
+ALGORITHMS: dict[str, Any] = {name: getattr(algorithms, name) for name in get_args(AlgorithmName)}
 _FACTS: dict[str, AlgorithmFacts] = {name: file.FACTS for name, file in ALGORITHMS.items()}
 
 

@@ -274,9 +274,8 @@ def _aggregated(
     if aggregation == "sample":
         return 1.0 / np.maximum(num_learned, 1), num_sequences
     if aggregation == "execution":
-        learned_by_execution = np.bincount(execution, num_learned)
-        weights = 1.0 / np.maximum(learned_by_execution, 1)[execution]
-        return weights, len(np.unique(execution))
+        learned = np.maximum(np.bincount(execution, num_learned), 1)
+        return 1.0 / learned[execution], len(np.unique(execution))
     weights = np.ones(num_sequences)
     if aggregation == "token":
         return weights, max(num_learned.sum(), 1)

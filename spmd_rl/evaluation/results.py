@@ -19,16 +19,13 @@ def write_scores(path: Path, facts: Mapping[str, Any], scores: Scores) -> None:
 
 def scores_table(scores: Scores) -> str:
     """Return a table with a line for each set, and a column for each score that any has."""
-    names = list(dict.fromkeys(name for found in scores.values() for name in found))
+    names = list(dict.fromkeys(name for values in scores.values() for name in values))
     rows = [["set", *names]]
-    rows += [[one, *(_text(found.get(name)) for name in names)] for one, found in scores.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for title, values in scores.items():
+        rows.append([title, *(_text(values.get(name)) for name in names)])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
+        "  ".join([title.ljust(first), *map(str.rjust, cells, others)]) for title, *cells in rows
     )
 
 
