@@ -72,8 +72,8 @@ def _centred(
     means = _group_sums(share * rewards, columns) / np.maximum(num_executions, 1)
     centred = rewards - np.repeat(means, sizes)
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
-    differs = rewards != rewards[np.repeat(columns.offsets[:-1], sizes)]
-    group = np.repeat(np.arange(len(sizes)), sizes)
+    group = columns.of_sample
+    differs = rewards != rewards[columns.offsets[group]]
     return np.where(np.bincount(group, differs, len(sizes))[group] > 0, centred, 0.0)
 
 

@@ -15,7 +15,7 @@ def executions_of(columns: GroupColumns) -> NDArray[np.int64]:
     if (samples.execution < 0).all():
         return np.arange(len(samples))
     within = np.where(samples.execution < 0, own, samples.execution)
-    keys = np.stack([_group_of_sample(columns), within], axis=1)
+    keys = np.stack([columns.of_sample, within], axis=1)
     return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 
@@ -26,10 +26,6 @@ def shares_of(columns: GroupColumns) -> tuple[NDArray[np.float64], NDArray[np.in
     """
     execution = executions_of(columns)
     group_of_execution = np.zeros(execution.max(initial=-1) + 1, np.int64)
-    group_of_execution[execution] = _group_of_sample(columns)
+    group_of_execution[execution] = columns.of_sample
     share = 1.0 / np.bincount(execution)[execution]
     return share, np.bincount(group_of_execution, minlength=len(columns.lengths))
-
-
-def _group_of_sample(columns: GroupColumns) -> NDArray[np.int64]:
-    return np.repeat(np.arange(len(columns.lengths)), columns.lengths)

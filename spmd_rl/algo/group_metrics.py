@@ -111,8 +111,7 @@ def rewards_are_equal(groups: list[Group]) -> bool:
     if columns.lengths.max(initial=0) <= 1:
         return False
     rewards = columns.samples.reward
-    first_of_group = np.repeat(columns.offsets[:-1], columns.lengths)
-    return bool((rewards == rewards[first_of_group]).all())
+    return bool((rewards == rewards[columns.offsets[columns.of_sample]]).all())
 
 
 def _means(family: str, samples: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -79,8 +79,7 @@ def _check(
         )
     if not len(columns.samples) and (failed := columns.failed.samples.rows()):
         raise DataError("no sample of this step is usable", error_of(failed[0]))
-    uids = np.repeat(columns.prompts.uid, columns.lengths)
-    empty = uids[contexts.lengths[contexts.of_sample] == 0]
+    empty = columns.prompts.uid[columns.of_sample][contexts.lengths[contexts.of_sample] == 0]
     if empty.size:
         raise ConfigError(
             f"prompt {empty[0]} has no tokens, so its first response token cannot be predicted"
@@ -139,7 +138,7 @@ class _Contexts:
     @staticmethod
     def of(columns: GroupColumns) -> _Contexts:
         prompts, own = columns.prompts, columns.samples.context
-        of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
+        of_sample = columns.of_sample
         if not len(own):
             return _Contexts(prompts.lengths, prompts.tokens, of_sample)
         lengths = np.array([len(tokens) for tokens in own], np.int64)

@@ -129,6 +129,11 @@ class GroupColumns(Columns):
     failed: FailedColumns
     reward_time_s: NDArray[np.float64]
 
+    @cached_property
+    def of_sample(self) -> NDArray[np.int64]:
+        """The number of each sample's group. Shape: [N]."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
     def rows(self) -> list[Group]:
         """Return groups that read these columns. Raises: ContractError when the columns differ
         in length.
