@@ -271,9 +271,9 @@ def _aggregated(
     """Return the weight of each sequence's tokens, and the denominator."""
     num_sequences = len(num_learned)
     if aggregation == "sample":
-        return 1.0 / np.maximum(num_learned, 1), num_sequences
+        return 1.0 / num_learned.clip(1), num_sequences
     if aggregation == "execution":
-        learned = np.maximum(np.bincount(execution, num_learned), 1)
+        learned = np.bincount(execution, num_learned).clip(1)
         return 1.0 / learned[execution], len(np.unique(execution))
     weights = np.ones(num_sequences)
     if aggregation == "token":

@@ -108,8 +108,8 @@ def resolve_sets(
     in_order = overlay(replace(prompts, shuffle=False), cfg.prompts, "eval.prompts")
     return [
         ResolvedSet(
-            name=name,
-            data=one.data,
+            name,
+            one.data,
             sampling=_overlaid(
                 replace(common, num_samples=one.num_samples or cfg.num_samples),
                 one.sampling,
