@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Thread
@@ -21,31 +22,6 @@ ENDED = "the engine has failed, and draws nothing more"
 CLOSED = "the server ends, and draws nothing more"
 
 
-class _Submit(NamedTuple):
-    ticket: int
-    request: Request
-    streams: bool
-
-
-class _Abort(NamedTuple):
-    ticket: int
-    key: RequestKey
-
-
-class _Call(NamedTuple):
-    """A function of the engine that runs between two steps."""
-
-    function: Callable[[], Any]
-    value: asyncio.Future[Any]
-
-
-class _News(NamedTuple):
-    """What one step brought, by ticket."""
-
-    tokens: list[tuple[int, int]]
-    samples: list[tuple[int, Sample]]
-
-
 class _OpenRequest(NamedTuple):
     sample: asyncio.Future[Sample]
     on_tokens: OnTokens | None
@@ -57,9 +33,10 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[_Submit | _Abort | _Call | None] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the thread
         self._tickets = count()
         self._open: dict[int, _OpenRequest] = {}
+        self._calls: set[asyncio.Future[Any]] = set()  # that have no value yet
         self._by_key: dict[RequestKey, int] = {}
         self._at_engine: dict[RequestKey, tuple[int, bool]] = {}  # the thread's own
         self._cached: dict[RequestKey, int] = {}  # the thread's own
@@ -90,11 +67,11 @@ class EngineThread:
         ticket = next(self._tickets)
         opened = _OpenRequest(self._loop.create_future(), on_tokens)
         self._open[ticket], self._by_key[key] = opened, ticket
-        self._commands.put(_Submit(ticket, request, on_tokens is not None))
+        self._commands.put(partial(self._submit, ticket, request, on_tokens is not None))
         try:
             return await opened.sample
         except asyncio.CancelledError:
-            self._commands.put(_Abort(ticket, key))
+            self._commands.put(partial(self._abort, ticket, key))
             raise
         finally:
             del self._open[ticket], self._by_key[key]
@@ -108,33 +85,28 @@ class EngineThread:
         if self._is_closed or self.failure.done():
             raise SpmdError(CLOSED if self._is_closed else ENDED)
         value: asyncio.Future[T] = self._loop.create_future()
-        self._commands.put(_Call(function, value))
-        waited: list[asyncio.Future[Any]] = [value, self.failure]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not value.done():
-            raise SpmdError(ENDED)
-        return value.result()
+        self._calls.add(value)
+        self._commands.put(partial(self._call, function, value))
+        try:
+            return await value
+        finally:
+            self._calls.discard(value)
 
     async def close(self) -> None:
         """End the thread, and refuse what is open. Blocks: until the step that runs has ended."""
         self._is_closed = True
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
-        while not self._commands.empty():
-            command = self._commands.get()
-            if isinstance(command, _Call):
-                _answer(command.value, None, SpmdError(CLOSED))
-        for ticket in list(self._open):
-            self._refuse(ticket, SpmdError(CLOSED))
+        self._refuse_all(SpmdError(CLOSED))
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 if self._engine.has_work:
-                    self._loop.call_soon_threadsafe(self._tell, self._news(self._engine.step()))
+                    self._loop.call_soon_threadsafe(self._tell, *self._news(self._engine.step()))
         # whatever ends the engine is the answer to all that wait for it
         except BaseException as error:  # noqa: BLE001
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._loop.call_soon_threadsafe(self._end, error)
 
     def _take_commands(self) -> bool:
         """Act on what was asked, and wait for that where there is no work; False at the end."""
@@ -142,33 +114,33 @@ class EngineThread:
             command = self._commands.get()
             if command is None:
                 return False
-            if isinstance(command, _Submit):
-                self._submit(command)
-            elif isinstance(command, _Call):
-                self._call(command)
-            elif self._at_engine.get(command.key, (None,))[0] == command.ticket:
-                del self._at_engine[command.key]
-                self._cached.pop(command.key, None)
-                self._engine.abort(*command.key)
+            command()
         return True
 
-    def _submit(self, command: _Submit) -> None:
-        request = command.request
+    def _submit(self, ticket: int, request: Request, streams: bool) -> None:
         try:
             self._engine.submit(request)
         except SpmdError as error:
-            self._loop.call_soon_threadsafe(self._refuse, command.ticket, error)
+            self._loop.call_soon_threadsafe(self._refuse, ticket, error)
             return
-        self._at_engine[request.uid, request.index] = command.ticket, command.streams
+        self._at_engine[request.uid, request.index] = ticket, streams
 
-    def _call(self, command: _Call) -> None:
+    def _abort(self, ticket: int, key: RequestKey) -> None:
+        if self._at_engine.get(key, (None,))[0] == ticket:
+            del self._at_engine[key]
+            self._cached.pop(key, None)
+            self._engine.abort(*key)
+
+    def _call(self, function: Callable[[], T], value: asyncio.Future[T]) -> None:
         try:
-            value, error = command.function(), None
-        except SpmdError as problem:
-            value, error = None, problem
-        self._loop.call_soon_threadsafe(_answer, command.value, value, error)
+            result = function()
+        except SpmdError as error:
+            self._loop.call_soon_threadsafe(_fail, value, error)
+            return
+        self._loop.call_soon_threadsafe(lambda: value.done() or value.set_result(result))
 
-    def _news(self, output: StepOutput) -> _News:
+    def _news(self, output: StepOutput) -> tuple[list[tuple[int, int]], list[tuple[int, Sample]]]:
+        """Return the tokens to show and the finished samples of a step, each with its ticket."""
         self._note_cached(output)
         keys = zip(output.uids.tolist(), output.indices.tolist(), strict=True)
         tokens = []
@@ -179,7 +151,7 @@ class EngineThread:
         samples = [
             (self._at_engine.pop((one.prompt_uid, one.index))[0], one) for one in output.finished
         ]
-        return _News(tokens, samples)
+        return tokens, samples
 
     def _note_cached(self, output: StepOutput) -> None:
         for key, num_cached in zip(output.started, output.cached, strict=True):
@@ -188,37 +160,31 @@ class EngineThread:
             key = one.prompt_uid, one.index
             one.metadata[NUM_CACHED] = self._cached.pop(key, 0)
 
-    def _tell(self, news: _News) -> None:
-        for ticket, token in news.tokens:
+    def _tell(self, tokens: list[tuple[int, int]], samples: list[tuple[int, Sample]]) -> None:
+        for ticket, token in tokens:
             opened = self._open.get(ticket)
             if opened is not None and opened.on_tokens is not None:
                 opened.on_tokens([token])
-        for ticket, sample in news.samples:
-            if opened := self._waiting(ticket):
+        for ticket, sample in samples:
+            opened = self._open.get(ticket)
+            if opened is not None and not opened.sample.done():
                 opened.sample.set_result(sample)
 
     def _refuse(self, ticket: int, error: SpmdError) -> None:
-        if opened := self._waiting(ticket):
-            opened.sample.set_exception(error)
+        if opened := self._open.get(ticket):
+            _fail(opened.sample, error)
 
-    def _fail(self, error: BaseException) -> None:
-        problem = SpmdError(f"the engine has failed: {error}")
-        for ticket in list(self._open):
-            self._refuse(ticket, problem)
+    def _refuse_all(self, error: SpmdError) -> None:
+        for future in [*(opened.sample for opened in self._open.values()), *self._calls]:
+            _fail(future, error)
+
+    def _end(self, error: BaseException) -> None:
+        self._refuse_all(SpmdError(f"the engine has failed: {error}"))
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _waiting(self, ticket: int) -> _OpenRequest | None:
-        """Return the request of a ticket, if somebody still waits for it."""
-        opened = self._open.get(ticket)
-        return None if opened is None or opened.sample.done() else opened
 
-
-def _answer(future: asyncio.Future[Any], value: Any, error: SpmdError | None) -> None:
-    """Give a value or an error to who waits for it, if somebody still does."""
-    if future.done():
-        return
-    if error is not None:
+def _fail(future: asyncio.Future[Any], error: SpmdError) -> None:
+    """Give an error to who waits for it, if somebody still does."""
+    if not future.done():
         future.set_exception(error)
-    else:
-        future.set_result(value)
