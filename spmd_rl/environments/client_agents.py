@@ -6,12 +6,14 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spmd_rl.environments.client_errors import zeroed
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.replies import choose_format
+from spmd_rl.gateway.session import Session
+from spmd_rl.gateway.turns import Branches
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
@@ -27,28 +29,12 @@ if TYPE_CHECKING:
 MAX_NOTE = 1000  # characters of what an agent says
 
 
-class ClientSession(Protocol):
-    """What an episode needs of the gateway: where its agents call, and what they have drawn."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def root_url(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def is_over(self) -> bool: ...
-    def samples(self) -> list[Sample]: ...
-    def close(self) -> None: ...
-
-
 def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
     """Return the gateway of a process, which is entered outside of any episode.
 
     Raises: ConfigError where its packages are missing.
     """
     try:
-        from spmd_rl.gateway.branches import Branches
         from spmd_rl.gateway.process import Gateway  # its packages are an extra
     except ImportError as error:
         raise _needs_packages(cfg, error) from error
@@ -99,7 +85,7 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def ended(session: ClientSession, result: Any) -> list[Sample]:
+def ended(session: Session, result: Any) -> list[Sample]:
     """Return the samples of an episode whose agent has ended with this result.
 
     Where the limit of turns has ended it, the samples are truncated, and an agent that gives no

@@ -22,7 +22,6 @@ from typing import Any
 from spmd_rl.controller.lifecycle.process_family import END_S, MARK_ENV, end_family
 from spmd_rl.environments.client_agents import (
     MAX_NOTE,
-    ClientSession,
     ended,
     require_reward,
     rewarded,
@@ -31,6 +30,7 @@ from spmd_rl.environments.client_agents import (
 from spmd_rl.environments.client_errors import after_error, names_in
 from spmd_rl.environments.config import OnError
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.session import Session
 from spmd_rl.hooks import child
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
@@ -63,7 +63,7 @@ class CommandAgent:
         self._words = command_words(command)
         self._variables, self._on_error = dict(variables), on_error
 
-    async def play(self, ctx: HookContext, prompt: Prompt, session: ClientSession) -> list[Sample]:
+    async def play(self, ctx: HookContext, prompt: Prompt, session: Session) -> list[Sample]:
         """Run the program to its end, and return what it has drawn.
 
         The end of its output is noted beside the sample. `result.json` in its folder may hold a
@@ -78,7 +78,7 @@ class CommandAgent:
             await asyncio.shield(asyncio.to_thread(made.cleanup))
 
     async def _play(
-        self, ctx: HookContext, prompt: Prompt, session: ClientSession, folder: Path
+        self, ctx: HookContext, prompt: Prompt, session: Session, folder: Path
     ) -> list[Sample]:
         task = task_of(prompt)
         (folder / TASK_FILE).write_text(json.dumps(task), encoding="utf-8")
@@ -96,9 +96,7 @@ class CommandAgent:
         require_reward(ctx, prompt, samples, f"the program left no reward in {RESULT_FILE}")
         return samples
 
-    async def _run(
-        self, folder: Path, session: ClientSession, question: str
-    ) -> tuple[int, str, str]:
+    async def _run(self, folder: Path, session: Session, question: str) -> tuple[int, str, str]:
         """Return the exit code, and the ends of both output streams."""
         mark = token_hex(16)
         values = {
@@ -141,7 +139,7 @@ class CommandAgent:
         return int(code or -signal.SIGKILL), output, errors
 
     def _environment(
-        self, folder: Path, session: ClientSession, values: Mapping[str, str]
+        self, folder: Path, session: Session, values: Mapping[str, str]
     ) -> dict[str, str]:
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         return kept | {

@@ -10,7 +10,6 @@ from typing import Any
 
 from spmd_rl.environments.client_agents import (
     MAX_NOTE,
-    ClientSession,
     ended,
     require_reward,
     rewarded,
@@ -19,6 +18,7 @@ from spmd_rl.environments.client_agents import (
 from spmd_rl.environments.client_errors import after_error, names_of
 from spmd_rl.environments.config import OnError
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.session import Session
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
@@ -39,7 +39,7 @@ class FunctionAgent:
         self._function, self._on_error = load_agent_function(name), on_error
         self._threads = ThreadPoolExecutor(num_threads, "agent")
 
-    async def play(self, ctx: HookContext, prompt: Prompt, session: ClientSession) -> list[Sample]:
+    async def play(self, ctx: HookContext, prompt: Prompt, session: Session) -> list[Sample]:
         """Run the function to its end, and return what it has drawn.
 
         A text that it returns is noted beside the sample as "result".

@@ -24,7 +24,7 @@ from spmd_rl.environments.openenv_session import (
     addresses_of,
 )
 from spmd_rl.errors import ConfigError
-from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.failures import EpisodeFailure, blaming
 from spmd_rl.hooks.load import load_function
 from spmd_rl.types.prompts import Prompt
 
@@ -165,7 +165,9 @@ class OpenEnvRules:
         Without a setting, it is the only value where this is a text, and JSON otherwise.
         """
         if self._observe is not None:
-            return _messages(_called("agent.args.observe", self._observe, observation))
+            with blaming("environment", "agent.args.observe"):
+                said = self._observe(observation)
+            return _messages(said)
         name = self.args.observe
         if name and name not in observation:
             has = ", ".join(sorted(observation))
@@ -241,15 +243,6 @@ def _of_function(act: Callable[..., Any], text: str) -> dict[str, Any]:
     if not isinstance(action, Mapping):
         raise EpisodeFailure("environment", f"agent.args.act returned no table: {action!r}"[:400])
     return dict(action)
-
-
-def _called(setting: str, function: Callable[..., Any], value: Any) -> Any:
-    try:
-        return function(value)
-    # a user's function may raise anything
-    except Exception as error:
-        problem = f"{setting} raised {type(error).__name__}: {error}"
-        raise EpisodeFailure("environment", problem) from error
 
 
 def _messages(said: Any) -> str | tuple[Message, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from spmd_rl.environments.environment import Ending, Environment, Observation, Played
 from spmd_rl.environments.player import Player, begin_conversation
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
-from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.failures import EpisodeFailure, blaming
 from spmd_rl.hooks.results import BadResult, as_grade
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -133,11 +132,5 @@ class _Episode:
 
 async def _of_environment(name: str, call: Awaitable[T]) -> T:
     """Wait for a call of an environment. Raises: EpisodeFailure for whatever it raises."""
-    try:
+    with blaming("environment", name):
         return await call
-    except (EpisodeFailure, asyncio.CancelledError):
-        raise
-    # the user's environment may raise anything
-    except Exception as error:
-        sentence = f"{name} raised {type(error).__name__}: {error}"
-        raise EpisodeFailure("environment", sentence) from error

@@ -18,10 +18,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.environments.client_agents import ClientSession, gateway_of, rewarded
+from spmd_rl.environments.client_agents import gateway_of, rewarded
 from spmd_rl.environments.client_errors import after_error, zeroed
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.session import Session
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure, FailureKind
@@ -64,7 +65,7 @@ class VerifiersProgram:
     async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
         """Play the task of a record. Raises: EpisodeFailure by the class of verifiers' error."""
         task = self._tasks.find(prompt.meta.get(TASK))
-        sessions: dict[str, ClientSession] = {}
+        sessions: dict[str, Session] = {}
 
         def begun(trace: Any) -> None:
             session = self._gateway.open(ctx, prompt, engine)
@@ -161,7 +162,7 @@ def write_prompts(path: str | Path, name: str, args: Mapping[str, Any], num: int
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def samples_of_traces(traces: Sequence[Any], sessions: Mapping[str, ClientSession]) -> list[Sample]:
+def samples_of_traces(traces: Sequence[Any], sessions: Mapping[str, Session]) -> list[Sample]:
     """Return the samples of an episode's agents, each with the reward of its trace.
 
     Agents that verifiers does not train, such as a simulated user, are left out. Where agents have

@@ -1,7 +1,8 @@
-"""Answers of the gateway over HTTP: JSON, and errors in the form that a client knows."""
+"""Bodies of requests, and answers: JSON, and errors in the form that a client knows."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,10 +10,45 @@ import msgspec
 
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Refused
 
+KB, MB = 1 << 10, 1 << 20
+SHOWN = "spmd_rl.key_shown"  # of a request's scope: what to call once it has shown a key
 Headers = list[tuple[bytes, bytes]]
 Send = Callable[[Any], Any]
+
+
+async def whole_body(scope: Any, receive: Any, config: GatewayConfig) -> bytes:
+    """Return the body of a request.
+
+    Blocks: until the body is there, for at most `request_s`.
+    Raises: Refused for a body that is too large, too slow or not complete.
+    """
+    most = config.max_body_mb * MB
+    too_large = Refused("", f"the body has more than {config.max_body_mb} MB", status=413)
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > most:
+            raise too_large
+        if name == b"content-encoding" and value.lower() != b"identity":
+            raise Refused("", "send the body without compression", status=415)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(config.request_s):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise Refused("", "the client has left")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise too_large
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError as error:
+        problem = f"the body did not come within {config.request_s:g} s"
+        raise Refused("", problem, status=408) from error
 
 
 async def send_json(send: Send, status: int, body: Any, headers: Iterable[Any] = ()) -> None:

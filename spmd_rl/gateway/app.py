@@ -16,17 +16,24 @@ from starlette.routing import Route
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway import sse
-from spmd_rl.gateway.answers import Headers, Send, send_body, send_error, send_json
+from spmd_rl.gateway.answers import (
+    SHOWN,
+    Headers,
+    Send,
+    send_body,
+    send_error,
+    send_json,
+    whole_body,
+)
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import read_body
-from spmd_rl.gateway.keys import key_of
-from spmd_rl.gateway.limits import SHOWN, whole_body
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.session import Session
+from spmd_rl.gateway.sessions import key_of
 
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 _NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)

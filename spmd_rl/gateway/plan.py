@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
-from spmd_rl.gateway.branches import Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Refused
 from spmd_rl.gateway.follow_template import HeldText, next_prompt
 from spmd_rl.gateway.message_tree import Attach, MessageTree, TokenTree
 from spmd_rl.gateway.metrics import CallCounts
 from spmd_rl.gateway.replies import ReplyFormat
-from spmd_rl.gateway.turns import DrawnTurn
+from spmd_rl.gateway.turns import Branches, DrawnTurn
 from spmd_rl.hooks.texts import EpisodeTexts
 
 T = TypeVar("T")

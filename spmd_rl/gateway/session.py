@@ -10,11 +10,10 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
-from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
 from spmd_rl.gateway.metrics import CallEnd
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
-from spmd_rl.gateway.reply_call import ReplyCall
+from spmd_rl.gateway.reply_call import Drawing, ReplyCall
 from spmd_rl.gateway.turn_source import SourceTurn, TurnSource
 from spmd_rl.gateway.turns import DrawnTurn, transcript_after
 from spmd_rl.hooks.context import HookContext

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from spmd_rl.errors import SpmdError
@@ -21,3 +23,15 @@ class EpisodeFailure(SpmdError):
     def __init__(self, kind: FailureKind, problem: str) -> None:
         super().__init__(problem)
         self.kind: FailureKind = kind
+
+
+@contextmanager
+def blaming(kind: FailureKind, caller: str) -> Iterator[None]:
+    """Raise an EpisodeFailure of this kind for what code of the user raises. `caller` names it."""
+    try:
+        yield
+    except EpisodeFailure:
+        raise
+    # a user's code may raise anything
+    except Exception as error:
+        raise EpisodeFailure(kind, f"{caller} raised {type(error).__name__}: {error}") from error

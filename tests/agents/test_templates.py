@@ -116,7 +116,7 @@ def opened(
     replies = choose_format(form, texts.chat_template)
     parts = SessionParts(GatewayConfig(template=mode), texts, replies, "policy")
     ctx = HookContext({}, 1, 3)
-    session = Sessions(parts).open("http://x", ctx, prompt_of(), engine, SamplingRules(1.0))
+    session = Sessions(parts, "http://x").open(ctx, prompt_of(), engine, SamplingRules(1.0))
     return session, engine
 
 

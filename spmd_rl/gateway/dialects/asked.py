@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.follow_template import TemplateExtras
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.types.kept_sets import decode_sets
 from spmd_rl.types.token_data import TokenData
 
@@ -146,10 +147,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A reply that the policy drew. `stop` is the text that ended it, or "".
-
-    `bytes_of` returns the bytes of a token; None: they are those of its text.
-    """
+    """A reply that the policy drew. `stop` is the text that ended it, or ""."""
 
     begun: Begun
     message: Message
@@ -157,8 +155,7 @@ class Drawn:
     stop: str
     data: TokenData
     join_prompt: Callable[[], NDArray[np.int32]] = field(repr=False)
-    decode: Callable[[list[int]], str] = field(repr=False)
-    bytes_of: Callable[[int], bytes] | None = field(default=None, repr=False)
+    texts: EpisodeTexts = field(repr=False)
     scores: TokenScores | None = field(default=None, repr=False)  # the last are of the reply
 
     @cached_property
@@ -170,10 +167,6 @@ class Drawn:
     def prompt_ids(self) -> NDArray[np.int32]:
         """All tokens before the reply. Shape: [T]."""
         return self.join_prompt()
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, of which several may make one character."""
-        return self.decode([token]).encode() if self.bytes_of is None else self.bytes_of(token)
 
     def tops(self, *, whole: bool = False) -> list[list[tuple[int, float]]]:
         """Return the likeliest tokens at each place of the reply, or of all that was scored."""

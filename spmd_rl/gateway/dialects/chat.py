@@ -38,23 +38,16 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     fields.look_into("messages", given["messages"], _KNOWN)
     sampling, num_choices, num_top = fields.sampling(), fields.choices(), fields.num_top()
     fields.neutral()
-    options = fields.take("stream_options", dict, {})
     limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
-    asked = Asked(
-        model=fields.take("model", str, ""),
+    asked = fields.request(
         messages=row["messages"],
         extras=extras_of(row, fields),
         max_tokens=limits[0] or limits[1],
-        stops=fields.texts("stop"),
-        stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
         sampling=sampling,
-        stream=fields.take("stream", bool, False),
-        stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),
         num_top=num_top,
-        return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored + other_tools(given["tools"]),
-        unknown=fields.unknown,
+        ignored=other_tools(given["tools"]),
+        **fields.stops_and_usage(),
     )
     return asked.of_each([asked], num_choices)
 
@@ -96,7 +89,7 @@ def logprob_rows(drawn: Drawn) -> list[Json]:
 
 
 def _row(drawn: Drawn, token: int, value: float) -> Json:
-    text, data = drawn.decode([token]), drawn.token_bytes(token)
+    text, data = drawn.texts.decode([token]), drawn.texts.token_bytes(token)
     return {"token": text, "logprob": value, "bytes": list(data)}
 
 

@@ -26,28 +26,20 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     logprobs, echo = fields.take("logprobs", int), fields.take("echo", bool, False)
     _check_logprobs(logprobs, echo, rules)
     fields.only("suffix", "", because="this gateway goes on at the end of a prompt alone")
-    options = fields.take("stream_options", dict, {})
     only_scores = rules.free and echo and body.get("max_tokens") == 0
     name = "max_tokens"
     num_tokens = fields.take(name, int) if only_scores else fields.number(name)
     names_ids = fields.take("return_tokens_as_token_ids", bool, False)
     fields.neutral()
-    asked = Asked(
-        model=fields.take("model", str, ""),
+    asked = fields.request(
         reads_text=True,
         max_tokens=MAX_TOKENS if num_tokens is None else num_tokens,
-        stops=fields.texts("stop"),
-        stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
         sampling=sampling,
-        stream=fields.take("stream", bool, False),
-        stream_usage=options.get("include_usage") is True,
         logprobs=logprobs is not None,
         num_top=(logprobs or 0) if rules.free else 0,
         echo=echo,
         names_ids=names_ids,
-        return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored,
-        unknown=fields.unknown,
+        **fields.stops_and_usage(),
     )
     return asked.of_each([replace(asked, **one) for one in prompts], num_choices)
 
@@ -82,7 +74,7 @@ def answer(asked: Asked, drawn: Drawn) -> Json:
     text = drawn.message["content"]
     if asked.echo:
         prompt = asked.prompt_text
-        text = (drawn.decode(drawn.prompt_ids.tolist()) if prompt is None else prompt) + text
+        text = (drawn.texts.decode(drawn.prompt_ids.tolist()) if prompt is None else prompt) + text
     choice = _choice(asked, text) | _ending(asked, drawn)
     if asked.return_token_ids:
         ids = {"prompt_token_ids": drawn.prompt_ids.tolist()}
@@ -116,7 +108,7 @@ def _logprobs(asked: Asked, drawn: Drawn) -> Json | None:
         scored = [] if drawn.scores is None else shortest(drawn.scores.logprobs[: len(prompt) - 1])
         ids, values, tops = [*prompt, *ids], [None, *scored, *values], [[], *tops]
     names = [_name(asked, drawn, token) for token in ids]
-    starts = accumulate((len(drawn.decode([token])) for token in ids), initial=0)
+    starts = accumulate((len(drawn.texts.decode([token])) for token in ids), initial=0)
     table = {"tokens": names, "token_logprobs": values, "text_offset": [*starts][: len(ids)]}
     rows = [_top(asked, drawn, *one) for one in zip(names, values, tops, strict=True)]
     return table | {"top_logprobs": rows if asked.num_top else None}
@@ -136,7 +128,7 @@ def _top(
 
 
 def _name(asked: Asked, drawn: Drawn, token: int) -> str:
-    return f"token_id:{token}" if asked.names_ids else drawn.decode([token])
+    return f"token_id:{token}" if asked.names_ids else drawn.texts.decode([token])
 
 
 class CompletionStream(DataStream):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.logs.form import Json, check
 from spmd_rl.data.render.template_arguments import GIVEN, misread
 from spmd_rl.errors import DataError
-from spmd_rl.gateway.dialects.asked import OwnSampling, Refused, SamplingRules
+from spmd_rl.gateway.dialects.asked import Asked, OwnSampling, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.types.samples import MODEL
 
@@ -70,6 +70,15 @@ class RequestFields:
         if len(found) > MAX_STOPS:
             raise Refused(name, f"expected at most {MAX_STOPS} texts, got {len(found)}")
         return tuple(found)
+
+    def stops_and_usage(self) -> dict[str, Any]:
+        """Return what chats and completions ask for alike. Raises: Refused."""
+        options = self.take("stream_options", dict, {})
+        return {
+            "stops": self.texts("stop"),
+            "stop_ids": tuple(self.ids("stop_token_ids").tolist()),
+            "stream_usage": options.get("include_usage") is True,
+        }
 
     def ids(self, name: str) -> NDArray[np.int32]:
         """Return a list of token ids as an array. Shape: [T]. Raises: Refused."""
@@ -183,6 +192,19 @@ class RequestFields:
             raise Refused("seed", f"expected 0 to {END_OF_SEEDS - 1}, got {seed}")
         top_k, priority = 0 if top_k == -1 else top_k, self.take("priority", int, 0)
         return OwnSampling(**numbers, top_k=top_k, seed=seed, priority=priority)
+
+    def request(self, **own: Any) -> Asked:
+        """Return what is asked for, with the fields that all dialects name alike.
+
+        What is ignored or unknown is known by now, so nothing can be taken after it.
+        """
+        common = {
+            "model": self.take("model", str, ""),
+            "stream": self.take("stream", bool, False),
+            "return_token_ids": self.take("return_token_ids", bool, False),
+        }
+        ignored = (*self._ignored, *own.pop("ignored", ()))
+        return Asked(**common, **own, ignored=ignored, unknown=self.unknown)
 
     def ignore(self, *names: str) -> None:
         """Take fields that say nothing about the reply. The answer names them in a header."""

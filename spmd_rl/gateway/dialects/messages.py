@@ -35,17 +35,12 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     row = _conversation(fields)
     sampling = fields.sampling()
     _neutral(fields)
-    return Asked(
-        model=fields.take("model", str, ""),
+    return fields.request(
         messages=row["messages"],
         extras=extras_of(row, fields),
         max_tokens=fields.number("max_tokens"),
         stops=fields.texts("stop_sequences"),
         sampling=sampling,
-        stream=fields.take("stream", bool, False),
-        return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored,
-        unknown=fields.unknown,
     )
 
 

@@ -44,18 +44,14 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     fields.look_into("tools", given["tools"], _KNOWN)
     sampling, num_top = fields.sampling(), fields.num_top()
     included = _neutral(fields, rules)
-    return Asked(
-        model=fields.take("model", str, ""),
+    return fields.request(
         messages=row["messages"],
         extras=extras_of(row, fields),
         max_tokens=fields.number("max_output_tokens"),
         sampling=sampling,
-        stream=fields.take("stream", bool, False),
         logprobs=_LOGPROBS in included,
         num_top=num_top,
-        return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored + other_tools(given["tools"]),
-        unknown=fields.unknown,
+        ignored=other_tools(given["tools"]),
     )
 
 

@@ -105,7 +105,7 @@ async def serving(replies: Any = None, texts: Any = None, **config: Any) -> Asyn
     engine: Any = FakeEngine(texts, replies if replies is not None else lambda _: "yes" + END)
     site = Site({}, 0, "/models/tiny", texts)
     async with Gateway(GatewayConfig(**config), site) as gateway:
-        parts = gateway._sessions.parts
+        parts = gateway.parts
         object.__setattr__(parts, "replies", ReplyFormat(CALL_FORM))
         session = gateway.open(HookContext(version=3), prompt_of(), engine, SamplingRules(1.0, 1.0))
         yield Served(gateway, session, engine)

@@ -18,8 +18,9 @@ from spmd_rl.data.logs.form import call, message, tool
 from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.fields import read_body
+from spmd_rl.gateway.message_tree import MessagePath, same_thoughts
 from spmd_rl.gateway.replies import ReplyPiece
-from spmd_rl.gateway.same_message import MessagePath, same_thoughts
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.types.token_data import TokenData
 
 RULES = SamplingRules(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0)
@@ -39,13 +40,26 @@ replies = st.builds(
 )
 
 
+class Letters(EpisodeTexts):
+    """A tokenizer in which each token is a letter."""
+
+    def __init__(self) -> None:
+        pass
+
+    def decode(self, tokens: Any, *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
+
 def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> Drawn:
     data = TokenData(
         np.array([5, 6], np.int32), np.array([-0.1, -2], np.float32), np.array([3, 3], np.int32)
     )
     begun = Begun("r1", 1700000000, "policy", 3, 1)
     ids = np.array([1, 2, 3], np.int32)
-    return Drawn(begun, reply, finish, "", data, lambda: ids, lambda one: chr(97 + one[0]))
+    return Drawn(begun, reply, finish, "", data, lambda: ids, Letters())
 
 
 def pieces_of(reply: dict[str, Any]) -> Iterator[ReplyPiece]:

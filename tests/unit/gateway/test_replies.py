@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.gateway.drawn_text import DrawnText, StopCut
 from spmd_rl.gateway.replies import ReplyFormat, ReplyPiece, ReplyReader, choose_format
+from spmd_rl.gateway.reply_call import DrawnText, StopCut
 from spmd_rl.gateway.response_templates import FORMS, digest_of
 from tests.unit.gateway.fakes import FakeTexts
 

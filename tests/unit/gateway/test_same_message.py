@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.data.logs.form import call, message
-from spmd_rl.gateway.message_tree import MessageTree, TokenTree
-from spmd_rl.gateway.same_message import MessagePath
+from spmd_rl.gateway.message_tree import MessagePath, MessageTree, TokenTree
 
 words = st.text("ab \n", max_size=4)
 values = st.recursive(

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.logs.form import message
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.gateway.branches import ALL, MAIN, Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
@@ -22,6 +21,7 @@ from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyFormat, choose_format
 from spmd_rl.gateway.session import NO_TURNS, REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
+from spmd_rl.gateway.turns import ALL, MAIN, Branches
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.samples import Sample
@@ -46,7 +46,7 @@ def make(replies: Any, chat_template: str = CHATML, **config: Any) -> tuple[Sess
     engine: Any = FakeEngine(texts, replies)
     parts = SessionParts(GatewayConfig(**config), texts, ReplyFormat(CALL_FORM), "policy")
     ctx = HookContext({}, 1, 3)
-    session = Sessions(parts).open("http://x", ctx, prompt_of(), engine, SamplingRules(1.0))
+    session = Sessions(parts, "http://x").open(ctx, prompt_of(), engine, SamplingRules(1.0))
     return session, engine
 
 
@@ -401,7 +401,7 @@ def test_tools_need_a_known_form(command: str) -> None:
     texts = FakeTexts()
     parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy", settings=command)
     engine: Any = FakeEngine(texts, ["x"])
-    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    session = Sessions(parts).open(HookContext(), prompt_of(), engine)
     with pytest.raises(Refused, match=f"name a form in {command}.response_template"):
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
 
@@ -410,7 +410,7 @@ def test_tools_need_a_template_that_shows_them() -> None:
     texts = FakeTexts(QWEN)
     parts = SessionParts(GatewayConfig(), texts, ReplyFormat(CALL_FORM), "policy")
     engine: Any = FakeEngine(texts, ["x"])
-    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    session = Sessions(parts).open(HookContext(), prompt_of(), engine)
     with pytest.raises(Refused, match="chat template of this model leaves out tools"):
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
     run(draw(session, [user("a")]))
@@ -420,7 +420,7 @@ def test_a_call_beyond_the_last_turn_is_refused() -> None:
     texts = FakeTexts()
     parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
     engine: Any = FakeEngine(texts, ["x" + END, "y" + END])
-    session = Sessions(parts).open("", HookContext(), prompt_of(), engine, max_turns=2)
+    session = Sessions(parts).open(HookContext(), prompt_of(), engine, max_turns=2)
 
     async def play() -> None:
         engine.gate = asyncio.Event()
@@ -460,7 +460,7 @@ def test_branches_that_are_not_chosen_claim_no_turn(
     thought = "<think>\nt\n</think>\n\n"
     says = [f"{thought}one", "sub", "bad", f"{thought}two", "three", "four"]
     engine: Any = FakeEngine(texts, [text + END for text in says])
-    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    session = Sessions(parts).open(HookContext(), prompt_of(), engine)
 
     async def play() -> None:
         past = [user("a")]
@@ -483,7 +483,7 @@ def test_a_function_that_chooses_no_branch_has_failed() -> None:
         GatewayConfig(), FakeTexts(), ReplyFormat(None), "policy", Branches(lambda sample: None)
     )
     engine: Any = FakeEngine(parts.texts, ["x" + END])
-    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    session = Sessions(parts).open(HookContext(), prompt_of(), engine)
     run(draw(session, [user("a")]))
     with pytest.raises(EpisodeFailure, match="agent.learn returned None"):
         session.samples()
