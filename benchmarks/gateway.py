@@ -87,7 +87,7 @@ class InstantEngine:
 async def serve(folder: str, num_sessions: int) -> None:
     """Serve sessions until the input ends; each line of it is answered with time and memory."""
     from spmd_rl.gateway.config import GatewayConfig
-    from spmd_rl.gateway.dialects.asked import SamplingRules
+    from spmd_rl.gateway.dialects.request import SamplingRules
     from spmd_rl.gateway.process import Gateway
     from spmd_rl.hooks.context import HookContext
     from spmd_rl.hooks.program import Site

@@ -50,7 +50,7 @@ class AgentReply:
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """An episode that has ended, for `Environment.score`.
 
     `messages` are all that each agent has seen and said, and `rewards` the sums of the rewards of
@@ -80,7 +80,7 @@ class Environment(Protocol):
     async def step(self, reply: AgentReply) -> Observation:
         """Take a reply, and return what the next agent sees, or an observation that is done."""
 
-    async def score(self, episode: Played) -> float | dict[str, float]:
+    async def score(self, episode: EpisodeResult) -> float | dict[str, float]:
         """Return what is added to the rewards of the turns, once the episode has ended.
 
         A dict has the key "reward"; its other values are parts of the reward.
@@ -93,7 +93,7 @@ class Environment(Protocol):
 class TextEnvironment:
     """A base of environments: it scores nothing beyond the turns, and holds nothing."""
 
-    async def score(self, episode: Played) -> float | dict[str, float]:
+    async def score(self, episode: EpisodeResult) -> float | dict[str, float]:
         return 0.0
 
     async def close(self) -> None:

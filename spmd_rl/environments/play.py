@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spmd_rl.environments.environment import Ending, Environment, Observation, Played
+from spmd_rl.environments.environment import Ending, Environment, EpisodeResult, Observation
 from spmd_rl.environments.player import Player, begin_conversation
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.failures import EpisodeFailure, blaming
@@ -72,7 +72,7 @@ class _Episode:
         ending = await self._run(rng)
         if not self._num_drawn:
             raise EpisodeFailure("context", "the policy could say nothing: the context is full")
-        played = Played(
+        played = EpisodeResult(
             self._prompt,
             {name: player.messages for name, player in self._players.items()},
             {name: player.reward for name, player in self._players.items()},

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.environments.environment import AgentReply, Observation, Played, TextEnvironment
+from spmd_rl.environments.environment import AgentReply, EpisodeResult, Observation, TextEnvironment
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.prompts import Prompt
@@ -46,7 +46,7 @@ class SkyRLGym(TextEnvironment):
             )
         return Observation(tuple(out["observations"]), bool(out["done"]), float(out["reward"]))
 
-    async def score(self, episode: Played) -> float | dict[str, float]:
+    async def score(self, episode: EpisodeResult) -> float | dict[str, float]:
         metrics = await asyncio.to_thread(self._made.get_metrics)
         numbers = {
             name: float(value)

@@ -11,7 +11,7 @@ import msgspec
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects.asked import Refused
+from spmd_rl.gateway.dialects.request import Refused
 
 KB, MB = 1 << 10, 1 << 20
 SHOWN = "spmd_rl.key_shown"  # of a request's scope: what to call once it has shown a key

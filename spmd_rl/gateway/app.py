@@ -27,8 +27,14 @@ from spmd_rl.gateway.answers import (
 )
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import read_body
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
@@ -45,7 +51,7 @@ class EventStream(Protocol):
 
     def start(self) -> Iterable[bytes]: ...
     def piece(self, piece: ReplyPiece) -> Iterable[bytes]: ...
-    def end(self, drawn: Drawn) -> Iterable[bytes]: ...
+    def end(self, drawn: PolicyReply) -> Iterable[bytes]: ...
     def failed(self, error: SpmdError) -> Iterable[bytes]: ...
 
 
@@ -60,15 +66,15 @@ class SessionFinder(Protocol):
         ...
 
 
-StreamOf = Callable[[Asked, Begun], EventStream]
-Reader = Callable[[Json, SamplingRules], Asked]
+StreamOf = Callable[[ReplyRequest, ReplyStart], EventStream]
+Reader = Callable[[Json, SamplingRules], ReplyRequest]
 
 
 class Dialect(NamedTuple):
     """A dialect of requests. One without `stream` answers as a whole."""
 
     read: Reader
-    answer: Callable[[Asked, Drawn], Json]
+    answer: Callable[[ReplyRequest, PolicyReply], Json]
     stream: StreamOf | None = None
 
 
@@ -77,7 +83,7 @@ COMPLETIONS = Dialect(completions.read, completions.answer, completions.Completi
 RESPONSES = Dialect(responses.read, responses.answer, responses.ResponseStream)
 MESSAGES = Dialect(messages.read, messages.answer, messages.MessageStream)
 TOKENS = Dialect(tokens.read, tokens.answer)
-DRAWN = {
+DIALECTS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
@@ -88,12 +94,12 @@ DRAWN = {
 
 def make_app(sessions: SessionFinder) -> Starlette:
     """Return the app, in which each path also exists below `/s/KEY`."""
-    ends: dict[str, Any] = {path: _Drawing(sessions, one) for path, one in DRAWN.items()}
-    ends["/v1/messages/count_tokens"] = _Counting(sessions)
-    ends["/v1/models"] = ends["/v1/models/{model:path}"] = _Models(sessions)
+    ends: dict[str, Any] = {path: _ReplyEndpoint(sessions, one) for path, one in DIALECTS.items()}
+    ends["/v1/messages/count_tokens"] = _CountEndpoint(sessions)
+    ends["/v1/models"] = ends["/v1/models/{model:path}"] = _ModelsEndpoint(sessions)
     routes = [
-        Route("/health", _Health(sessions), methods=["GET"]),
-        Route("/metrics", _Metrics(sessions), methods=["GET"]),
+        Route("/health", _HealthEndpoint(sessions), methods=["GET"]),
+        Route("/metrics", _MetricsEndpoint(sessions), methods=["GET"]),
     ]
     for path, end in ends.items():
         routes += [
@@ -107,7 +113,7 @@ async def _no_answer(request: Any, error: Any) -> Any:
     """Return what answers a path or a method that no endpoint has, and a fault of this program."""
     status, more = getattr(error, "status_code", 500), getattr(error, "headers", None)
     problem = {
-        404: f"no endpoint has this path: there are {', '.join(DRAWN)} and /v1/models",
+        404: f"no endpoint has this path: there are {', '.join(DIALECTS)} and /v1/models",
         405: f"this endpoint does not take {request.method}",
     }.get(status, "this server has failed")
 
@@ -141,11 +147,11 @@ class _Endpoint:
         scope[SHOWN]()
         return session
 
-    async def asked(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+    async def asked(self, read: Reader, body: bytes, rules: SamplingRules) -> ReplyRequest:
         """Return what a body asks for, with the names of all that is ignored. Raises: Refused."""
         return await self.sessions.parts.work(len(body), self._read, read, body, rules)
 
-    def _read(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+    def _read(self, read: Reader, body: bytes, rules: SamplingRules) -> ReplyRequest:
         asked = read(read_body(body), rules)
         parts = self.sessions.parts
         if asked.unknown and self.config.unknown_fields == "refuse":
@@ -156,18 +162,18 @@ class _Endpoint:
         return replace(asked, ignored=(*asked.ignored, *asked.unknown, *names))
 
 
-class _Health(_Endpoint):
+class _HealthEndpoint(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         await send_json(send, 200, {"status": "ok"})
 
 
-class _Metrics(_Endpoint):
+class _MetricsEndpoint(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         text = self.sessions.parts.counts.text().encode()
         await send_body(send, 200, text, [(b"content-type", _PROMETHEUS)])
 
 
-class _Models(_Endpoint):
+class _ModelsEndpoint(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         self.session(scope)
         parts = self.sessions.parts
@@ -177,7 +183,7 @@ class _Models(_Endpoint):
         await send_json(send, 200, facts if one else {"object": "list", "data": [facts]})
 
 
-class _Counting(_Endpoint):
+class _CountEndpoint(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
         body = await whole_body(scope, receive, self.config)
@@ -186,7 +192,7 @@ class _Counting(_Endpoint):
         await send_json(send, 200, {"input_tokens": count}, _ignored(asked))
 
 
-class _Drawing(_Endpoint):
+class _ReplyEndpoint(_Endpoint):
     """An endpoint at which the policy draws a reply."""
 
     def __init__(self, sessions: SessionFinder, dialect: Dialect) -> None:
@@ -258,7 +264,7 @@ class _Drawing(_Endpoint):
             return  # the connection is closed, as the response has no end
 
 
-async def _begun(call: ReplyCall) -> Begun | None:
+async def _begun(call: ReplyCall) -> ReplyStart | None:
     """Return the first facts of a reply; None where the call ended before it had begun."""
     waited: list[asyncio.Future[Any]] = [call.begun, call.task]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -266,7 +272,7 @@ async def _begun(call: ReplyCall) -> Begun | None:
     return call.begun.result() if is_begun else None
 
 
-async def _all_drawn(calls: list[ReplyCall]) -> list[Drawn]:
+async def _all_drawn(calls: list[ReplyCall]) -> list[PolicyReply]:
     """Return what all calls drew. Raises: SpmdError, as soon as one of them has failed."""
     waited = [call.task for call in calls]
     await asyncio.wait(waited, return_when=asyncio.FIRST_EXCEPTION)
@@ -275,7 +281,7 @@ async def _all_drawn(calls: list[ReplyCall]) -> list[Drawn]:
     return ended
 
 
-async def _outcome(call: ReplyCall) -> Drawn:
+async def _outcome(call: ReplyCall) -> PolicyReply:
     """Return what was drawn. Raises: SpmdError, also where the session has ended meanwhile."""
     await asyncio.wait([call.task])
     if call.task.cancelled():
@@ -297,13 +303,13 @@ def _retry(headers: Headers) -> tuple[bytes, bool]:
     return named, bool(named) or count not in (b"", b"0")
 
 
-def _headers(asked: Asked, versions: list[int]) -> Headers:
+def _headers(asked: ReplyRequest, versions: list[int]) -> Headers:
     """Return the headers that tell the weights, and the fields that were ignored."""
     span = "-".join(dict.fromkeys(map(str, versions)))
     return [(b"x-spmd-weights", span.encode()), *_ignored(asked)]
 
 
-def _ignored(asked: Asked) -> Headers:
+def _ignored(asked: ReplyRequest) -> Headers:
     """Return the header that names what was ignored, in letters that a header may have."""
     names = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in asked.ignored[:MAX_IGNORED]]
     if len(asked.ignored) > MAX_IGNORED:

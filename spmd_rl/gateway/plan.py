@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects.asked import Asked, Refused
+from spmd_rl.gateway.dialects.request import Refused, ReplyRequest
 from spmd_rl.gateway.follow_template import HeldText, next_prompt
 from spmd_rl.gateway.message_tree import Attach, MessageTree, TokenTree
 from spmd_rl.gateway.metrics import CallCounts
@@ -80,7 +80,7 @@ def make_plan(
     parts: SessionParts,
     tree: MessageTree[DrawnTurn],
     token_tree: TokenTree[DrawnTurn],
-    asked: Asked,
+    asked: ReplyRequest,
 ) -> Plan:
     """Return where a call goes on. Raises: Refused for messages that the template refuses."""
     texts = parts.texts
@@ -98,7 +98,7 @@ def make_plan(
     return Plan(before, np.array(made.ids, np.int32), made.text, attach)
 
 
-def _token_ids(texts: EpisodeTexts, asked: Asked) -> NDArray[np.int32] | None:
+def _token_ids(texts: EpisodeTexts, asked: ReplyRequest) -> NDArray[np.int32] | None:
     """Return the token ids of a prompt that has no messages; None of one that has. Shape: [T]."""
     if asked.prompt_text is None:
         return asked.token_ids
@@ -108,7 +108,7 @@ def _token_ids(texts: EpisodeTexts, asked: Asked) -> NDArray[np.int32] | None:
     return ids
 
 
-def _check_shown(parts: SessionParts, asked: Asked) -> None:
+def _check_shown(parts: SessionParts, asked: ReplyRequest) -> None:
     """Raise Refused where the chat template leaves out what is asked."""
     texts = parts.texts
     if texts.chat_template is None:

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.render.messages import Message
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Finish, SamplingRules
+from spmd_rl.gateway.dialects.request import (
+    Finish,
+    PolicyReply,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.faults import Fault, fault_of
 from spmd_rl.gateway.follow_template import opening_of
 from spmd_rl.gateway.plan import Plan, SessionParts
@@ -29,16 +35,16 @@ class ReplyCall:
     clients that wait for the answer, and those that got it.
     """
 
-    def __init__(self, asked: Asked, num_bytes: int) -> None:
+    def __init__(self, asked: ReplyRequest, num_bytes: int) -> None:
         self.asked, self.num_bytes = asked, num_bytes  # of the request
         loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[Begun] = loop.create_future()
-        self.task: asyncio.Task[Drawn]
+        self.begun: asyncio.Future[ReplyStart] = loop.create_future()
+        self.task: asyncio.Task[PolicyReply]
         self._pieces: list[ReplyPiece] = []
         self._waiting: set[asyncio.Future[None]] = set()
         self._num_clients = self.num_claims = 0
 
-    def start(self, task: asyncio.Task[Drawn]) -> None:
+    def start(self, task: asyncio.Task[PolicyReply]) -> None:
         """Take the task that draws the reply."""
         self.task = task
         task.add_done_callback(self._ended)
@@ -93,16 +99,16 @@ class ReplyCall:
                 future.set_result(None)
 
 
-class Drawing:
+class ReplyDecoder:
     """Reads the tokens of one reply while they are drawn."""
 
     def __init__(
-        self, parts: SessionParts, asked: Asked, plan: Plan, name: str, rules: SamplingRules
+        self, parts: SessionParts, asked: ReplyRequest, plan: Plan, name: str, rules: SamplingRules
     ) -> None:
         self._texts, self._asked = parts.texts, asked
         self._call_tag = parts.replies.call_tags[0]
         self._ends = frozenset((*parts.texts.eos_ids, *asked.stop_ids, *rules.stop_ids))
-        self._text = DrawnText(parts.texts.decode, self._ends, asked.stops)
+        self._text = ReplyText(parts.texts.decode, self._ends, asked.stops)
         self._reads_text = plan.attach is not None or asked.reads_text
         self._reader: Any = None
         self.message: Message = {"role": MODEL, "content": ""}
@@ -134,18 +140,18 @@ class Drawing:
         return pieces
 
     def drawn(
-        self, begun: Begun, got: SourceTurn, prompt_ids: Callable[[], NDArray[np.int32]]
-    ) -> Drawn:
+        self, begun: ReplyStart, got: SourceTurn, prompt_ids: Callable[[], NDArray[np.int32]]
+    ) -> PolicyReply:
         """Return what the client gets."""
         turn = got.turn
         finish: Finish = "length" if turn.status == "truncated" else "stop"
         if finish == "stop" and self.message.get("tool_calls"):
             finish = "tool_calls"
         told = begun, self.message, finish, self._text.stop, turn.data
-        return Drawn(*told, prompt_ids, self._texts, got.scores)
+        return PolicyReply(*told, prompt_ids, self._texts, got.scores)
 
 
-class DrawnText:
+class ReplyText:
     """Text of a reply, as a client sees it.
 
     `add` and `finish` return the text that is new. Held back is what may yet be taken away: the

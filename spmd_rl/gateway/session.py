@@ -9,11 +9,17 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
 from spmd_rl.gateway.metrics import CallEnd
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
-from spmd_rl.gateway.reply_call import Drawing, ReplyCall
+from spmd_rl.gateway.reply_call import ReplyCall, ReplyDecoder
 from spmd_rl.gateway.turn_source import SourceTurn, TurnSource
 from spmd_rl.gateway.turns import DrawnTurn, transcript_after
 from spmd_rl.hooks.context import HookContext
@@ -104,12 +110,14 @@ class Session:
             share = sum(one.rewritten for one in self._records) / len(self._records)
             self._ctx.emit(REWRITTEN, share)
 
-    def count_tokens(self, asked: Asked) -> int:
+    def count_tokens(self, asked: ReplyRequest) -> int:
         """Return how many tokens the prompt of a request has. Raises: Refused."""
         plan = self._plan(asked)
         return plan.num_cached + len(plan.ids)
 
-    def ask(self, asked: Asked, request: bytes, *, again: bool, num_bytes: int = 0) -> ReplyCall:
+    def ask(
+        self, asked: ReplyRequest, request: bytes, *, again: bool, num_bytes: int = 0
+    ) -> ReplyCall:
         """Begin to draw a reply, and return the call, which the caller joins.
 
         `request` is what the client sent, or stands for it; `num_bytes` says how much that was.
@@ -159,7 +167,7 @@ class Session:
         if call.leave(answered=answered):
             call.task.cancel()
 
-    def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
+    def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[PolicyReply]) -> None:
         self._open.discard(call)
         self._parts.counts.num_open -= 1
         if task.cancelled() or task.exception() is not None:
@@ -177,13 +185,13 @@ class Session:
         if not calls:
             del self._calls[tag]
 
-    async def _draw(self, call: ReplyCall) -> Drawn:
+    async def _draw(self, call: ReplyCall) -> PolicyReply:
         """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
         asked = call.asked
         plan = await self._parts.work(call.num_bytes, self._plan, asked)
         begun = self._begin(plan)
         call.begun.set_result(begun)
-        drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)
+        drawing = ReplyDecoder(self._parts, asked, plan, begun.id, self.rules)
         transcript = transcript_after(self._prompt, plan.before, plan.ids)
         end: CallEnd = "failed"
         got: SourceTurn | None = None
@@ -205,7 +213,7 @@ class Session:
         self._keep(plan, drawing, got.turn, transcript)
         return drawing.drawn(begun, got, plan.prompt_ids)
 
-    def _keep(self, plan: Plan, drawing: Drawing, turn: Turn, transcript: Transcript) -> None:
+    def _keep(self, plan: Plan, drawing: ReplyDecoder, turn: Turn, transcript: Transcript) -> None:
         """Keep a turn, which later calls may go on from."""
         assert transcript.place is not None  # the engine has drawn in it
         drawn = DrawnTurn(
@@ -228,7 +236,7 @@ class Session:
         else:
             self._token_tree.add(drawn.ids(), drawn)
 
-    def _begin(self, plan: Plan) -> Begun:
+    def _begin(self, plan: Plan) -> ReplyStart:
         """Return the first facts of a reply. Raises: Refused where the context has no room."""
         num_cached = plan.num_cached
         num_prompt, most = num_cached + len(plan.ids), self._parts.texts.context_tokens
@@ -244,12 +252,12 @@ class Session:
         facts = self._prompt.uid, self._ctx.sample_index, self._num_calls, self._ctx.seed
         self._num_calls += 1
         name = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
-        return Begun(name, int(time.time()), self._parts.model, num_prompt, num_cached)
+        return ReplyStart(name, int(time.time()), self._parts.model, num_prompt, num_cached)
 
-    def _plan(self, asked: Asked) -> Plan:
+    def _plan(self, asked: ReplyRequest) -> Plan:
         return make_plan(self._parts, self._tree, self._token_tree, asked)
 
-    def _note(self, plan: Plan, begun: Begun, end: CallEnd, num_drawn: int) -> None:
+    def _note(self, plan: Plan, begun: ReplyStart, end: CallEnd, num_drawn: int) -> None:
         attach = plan.attach
         rewritten = attach is not None and (
             attach.reason in ("rewritten", "tools changed")

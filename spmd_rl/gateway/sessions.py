@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.gateway.dialects.asked import Refused, SamplingRules
+from spmd_rl.gateway.dialects.request import Refused, SamplingRules
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.session import Session
 from spmd_rl.gateway.turn_source import EpisodeTurnSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from spmd_rl.gateway.dialects.asked import Asked, Refused, TokenScores
+from spmd_rl.gateway.dialects.request import Refused, ReplyRequest, TokenScores
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.transcript import Transcript, Turn
 
@@ -27,7 +27,7 @@ class TurnSource(Protocol):
     async def draw(
         self,
         transcript: Transcript,
-        asked: Asked,
+        asked: ReplyRequest,
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> SourceTurn:
@@ -52,7 +52,7 @@ class EpisodeTurnSource:
     async def draw(
         self,
         transcript: Transcript,
-        asked: Asked,
+        asked: ReplyRequest,
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> SourceTurn:

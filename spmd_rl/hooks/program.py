@@ -12,7 +12,7 @@ from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
-Played = Sample | list[Sample]
+EpisodeSamples = Sample | list[Sample]
 PROGRAM_FORM = (
     "a class without arguments that has async open(site), async play(ctx, prompt, engine) and "
     "async close()"
@@ -48,7 +48,7 @@ class EpisodeProgram(Protocol):
         """
         ...
 
-    async def play(self, ctx: HookContext, prompt: Prompt, engine: Any) -> Played:
+    async def play(self, ctx: HookContext, prompt: Prompt, engine: Any) -> EpisodeSamples:
         """Play one episode, beside others in the same event loop. `engine` is an EpisodeEngine."""
         ...
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.gateway.dialects.asked import (
-    Asked,
-    OwnSampling,
+from spmd_rl.gateway.dialects.request import (
+    ClientSampling,
     Refused,
+    ReplyRequest,
     SamplingRules,
     TokenScores,
 )
@@ -77,7 +77,7 @@ class ServedTurns:
     async def draw(
         self,
         transcript: Transcript,
-        asked: Asked,
+        asked: ReplyRequest,
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> SourceTurn:
@@ -101,7 +101,9 @@ class ServedTurns:
         transcript.append(got.turn)
         return got
 
-    async def _scores(self, request: Request, asked: Asked, turn: Turn) -> TokenScores | None:
+    async def _scores(
+        self, request: Request, asked: ReplyRequest, turn: Turn
+    ) -> TokenScores | None:
         """Return the scores of a turn, and with `echo` those of its prompt before it, if any."""
         tokens = np.concatenate([request.prompt, turn.data.tokens])
         first = 1 if asked.echo else len(request.prompt)
@@ -110,7 +112,9 @@ class ServedTurns:
         given = tokens, first, asked.num_top, request.sampling.scored_temperature
         return await self._engine.call(partial(self._score, *given))
 
-    def _request(self, transcript: Transcript, asked: Asked, max_tokens: int | None) -> Request:
+    def _request(
+        self, transcript: Transcript, asked: ReplyRequest, max_tokens: int | None
+    ) -> Request:
         """Return the request of a turn. Raises: Refused."""
         tokens = np.concatenate([transcript.context, transcript.data.tokens])
         room = self._limits.context_tokens - len(tokens)
@@ -132,9 +136,9 @@ def _turn_of(sample: Sample) -> SourceTurn:
     return SourceTurn(Turn(sample.data, "", ended), sample.metadata[NUM_CACHED])
 
 
-def _sampling_of(base: SamplingConfig, asked: Asked, max_tokens: int) -> SamplingConfig:
+def _sampling_of(base: SamplingConfig, asked: ReplyRequest, max_tokens: int) -> SamplingConfig:
     """Return the sampling of one request. Raises: ConfigError."""
-    own: OwnSampling = asked.sampling
+    own: ClientSampling = asked.sampling
     names = ("temperature", "top_p", "top_k", "min_p")
     chosen = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
     return replace(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from spmd_rl.errors import DataError
-from spmd_rl.gateway.dialects.asked import TokenScores
+from spmd_rl.gateway.dialects.request import TokenScores
 from spmd_rl.kernels import PackedAttention, token_scores
 from spmd_rl.rollout.native.engine import NativeEngine
 

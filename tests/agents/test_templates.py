@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects.asked import Refused, SamplingRules
+from spmd_rl.gateway.dialects.request import Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras, TemplateMode
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import choose_format

@@ -10,8 +10,14 @@ from spmd_rl.data.logs import openai_chat
 from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import DONE, event
 from spmd_rl.types.samples import MODEL
@@ -27,7 +33,7 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def read(body: Json, rules: SamplingRules) -> Asked:
+def read(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body, rules)
     given = {"messages": fields.take("messages", list, []), "tools": fields.take("tools", list, [])}
@@ -60,7 +66,7 @@ def _refuse_silent(messages: list[Any]) -> None:
             raise Refused(f"messages[{number}].content", "expected a text, or a list of parts")
 
 
-def usage(drawn: Drawn) -> Json:
+def usage(drawn: PolicyReply) -> Json:
     """Return the numbers of tokens."""
     prompt, reply = drawn.begun.num_prompt, len(drawn.data)
     return {
@@ -78,7 +84,7 @@ def wire_call(made: Message) -> Message:
     return {**made, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def logprob_rows(drawn: Drawn) -> list[Json]:
+def logprob_rows(drawn: PolicyReply) -> list[Json]:
     """Return an entry for each token, with its text, bytes and log-prob, and the likeliest."""
     tops = drawn.tops() or [[] for _ in drawn.logprobs]
     columns = drawn.data.tokens.tolist(), drawn.logprobs, tops
@@ -88,12 +94,12 @@ def logprob_rows(drawn: Drawn) -> list[Json]:
     ]
 
 
-def _row(drawn: Drawn, token: int, value: float) -> Json:
+def _row(drawn: PolicyReply, token: int, value: float) -> Json:
     text, data = drawn.texts.decode([token]), drawn.texts.token_bytes(token)
     return {"token": text, "logprob": value, "bytes": list(data)}
 
 
-def joined(asked: Asked, answers: list[Json]) -> Json:
+def joined(asked: ReplyRequest, answers: list[Json]) -> Json:
     """Return one answer with all replies of a request, of chats or completions."""
     whole = answers[0]
     for one, other in zip(asked.more, answers[1:], strict=True):
@@ -108,7 +114,7 @@ def joined(asked: Asked, answers: list[Json]) -> Json:
     return whole
 
 
-def answer(asked: Asked, drawn: Drawn) -> Json:
+def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     """Return the whole answer."""
     reply = drawn.message
     message: dict[str, Any] = {"role": MODEL, "content": reply["content"], "refusal": None}
@@ -123,18 +129,18 @@ def answer(asked: Asked, drawn: Drawn) -> Json:
     return body | _prompt_ids(asked, drawn)
 
 
-def _asked_for(asked: Asked, drawn: Drawn) -> Json:
+def _asked_for(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     found: Json = {"logprobs": {"content": logprob_rows(drawn)} if asked.logprobs else None}
     if asked.return_token_ids:
         found |= {"token_ids": drawn.data.tokens.tolist(), "spmd": drawn.token_facts()}
     return found
 
 
-def _prompt_ids(asked: Asked, drawn: Drawn) -> Json:
+def _prompt_ids(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     return {"prompt_token_ids": drawn.prompt_ids.tolist()} if asked.return_token_ids else {}
 
 
-def _head(begun: Begun, kind: str) -> Json:
+def _head(begun: ReplyStart, kind: str) -> Json:
     head = {"id": f"chatcmpl-{begun.id}", "object": kind, "created": begun.created_s}
     return head | {"model": begun.model}
 
@@ -142,10 +148,10 @@ def _head(begun: Begun, kind: str) -> Json:
 class DataStream:
     """The last events of a stream of OpenAI's chunks, each of which begins with `head`."""
 
-    def __init__(self, asked: Asked, head: Json) -> None:
+    def __init__(self, asked: ReplyRequest, head: Json) -> None:
         self._asked, self._head = asked, head
 
-    def usage_and_done(self, drawn: Drawn) -> Iterator[bytes]:
+    def usage_and_done(self, drawn: PolicyReply) -> Iterator[bytes]:
         if self._asked.stream_usage:
             yield event({**self._head, "choices": [], "usage": usage(drawn)})
         yield DONE
@@ -158,7 +164,7 @@ class DataStream:
 class ChatStream(DataStream):
     """Events of a stream."""
 
-    def __init__(self, asked: Asked, begun: Begun) -> None:
+    def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
         super().__init__(asked, _head(begun, "chat.completion.chunk"))
         self._num_calls = 0
 
@@ -173,7 +179,7 @@ class ChatStream(DataStream):
         self._num_calls += 1
         yield self._chunk({"tool_calls": [made]})
 
-    def end(self, drawn: Drawn) -> Iterator[bytes]:
+    def end(self, drawn: PolicyReply) -> Iterator[bytes]:
         last = _asked_for(self._asked, drawn) | {"finish_reason": drawn.finish}
         yield self._chunk({}, **last, **_prompt_ids(self._asked, drawn))
         yield from self.usage_and_done(drawn)

@@ -8,9 +8,16 @@ from itertools import accumulate
 from typing import Any
 
 from spmd_rl.data.logs.form import Json
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.chat import DataStream, usage
 from spmd_rl.gateway.dialects.fields import MAX_TOP, RequestFields, token_ids
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+    shortest,
+)
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 
@@ -18,7 +25,7 @@ MAX_TOKENS = 16  # where a client says none, as OpenAI has it
 MAX_PROMPTS = 1024
 
 
-def read(body: Json, rules: SamplingRules) -> Asked:
+def read(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body, rules)
     prompts = _prompts(fields.take("prompt", (str, list)))
@@ -69,7 +76,7 @@ def _prompts(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-def answer(asked: Asked, drawn: Drawn) -> Json:
+def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     """Return the whole answer to one prompt."""
     text = drawn.message["content"]
     if asked.echo:
@@ -82,21 +89,21 @@ def answer(asked: Asked, drawn: Drawn) -> Json:
     return _head(drawn.begun) | {"choices": [choice], "usage": usage(drawn)}
 
 
-def _head(begun: Begun) -> Json:
+def _head(begun: ReplyStart) -> Json:
     head = {"id": f"cmpl-{begun.id}", "object": "text_completion", "created": begun.created_s}
     return head | {"model": begun.model}
 
 
-def _choice(asked: Asked, text: str) -> Json:
+def _choice(asked: ReplyRequest, text: str) -> Json:
     return {"index": asked.choice, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _ending(asked: Asked, drawn: Drawn) -> Json:
+def _ending(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     finish = "length" if drawn.finish == "length" else "stop"
     return {"finish_reason": finish, "logprobs": _logprobs(asked, drawn)}
 
 
-def _logprobs(asked: Asked, drawn: Drawn) -> Json | None:
+def _logprobs(asked: ReplyRequest, drawn: PolicyReply) -> Json | None:
     """Return columns of the tokens; with `echo` the prompt's come first, of which one has none."""
     if not asked.logprobs:
         return None
@@ -115,7 +122,11 @@ def _logprobs(asked: Asked, drawn: Drawn) -> Json | None:
 
 
 def _top(
-    asked: Asked, drawn: Drawn, name: str, value: float | None, top: list[tuple[int, float]]
+    asked: ReplyRequest,
+    drawn: PolicyReply,
+    name: str,
+    value: float | None,
+    top: list[tuple[int, float]],
 ) -> Json | None:
     """Return the likeliest tokens of a place by their names, best first, and the drawn one."""
     if value is None:
@@ -127,14 +138,14 @@ def _top(
     return found
 
 
-def _name(asked: Asked, drawn: Drawn, token: int) -> str:
+def _name(asked: ReplyRequest, drawn: PolicyReply, token: int) -> str:
     return f"token_id:{token}" if asked.names_ids else drawn.texts.decode([token])
 
 
 class CompletionStream(DataStream):
     """Events of a stream."""
 
-    def __init__(self, asked: Asked, begun: Begun) -> None:
+    def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
         super().__init__(asked, _head(begun))
 
     def start(self) -> Iterator[bytes]:
@@ -144,7 +155,7 @@ class CompletionStream(DataStream):
     def piece(self, piece: ReplyPiece) -> Iterator[bytes]:
         yield self._chunk(piece.text)
 
-    def end(self, drawn: Drawn) -> Iterator[bytes]:
+    def end(self, drawn: PolicyReply) -> Iterator[bytes]:
         yield self._chunk("", **_ending(self._asked, drawn))
         yield from self.usage_and_done(drawn)
 

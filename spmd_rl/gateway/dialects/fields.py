@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.logs.form import Json, check
 from spmd_rl.data.render.template_arguments import GIVEN, misread
 from spmd_rl.errors import DataError
-from spmd_rl.gateway.dialects.asked import Asked, OwnSampling, Refused, SamplingRules
+from spmd_rl.gateway.dialects.request import ClientSampling, Refused, ReplyRequest, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.types.samples import MODEL
 
@@ -159,7 +159,7 @@ class RequestFields:
                 elif place in known:
                     self.look_into(place, value, known)
 
-    def sampling(self) -> OwnSampling:
+    def sampling(self) -> ClientSampling:
         """Take the fields of sampling, and return those that the client may choose.
 
         Raises: Refused for a value that is not the recipe's, unless the rules are free.
@@ -181,9 +181,9 @@ class RequestFields:
                 + (f" = {ours:g}" if ours is not None else "")
                 + ": leave it out, or set the recipe",
             )
-        return OwnSampling()
+        return ClientSampling()
 
-    def _own_sampling(self) -> OwnSampling:
+    def _own_sampling(self) -> ClientSampling:
         numbers = {
             name: self.take(name, (int, float)) for name in ("temperature", "top_p", "min_p")
         }
@@ -191,9 +191,9 @@ class RequestFields:
         if seed is not None and not 0 <= seed < END_OF_SEEDS:
             raise Refused("seed", f"expected 0 to {END_OF_SEEDS - 1}, got {seed}")
         top_k, priority = 0 if top_k == -1 else top_k, self.take("priority", int, 0)
-        return OwnSampling(**numbers, top_k=top_k, seed=seed, priority=priority)
+        return ClientSampling(**numbers, top_k=top_k, seed=seed, priority=priority)
 
-    def request(self, **own: Any) -> Asked:
+    def request(self, **own: Any) -> ReplyRequest:
         """Return what is asked for, with the fields that all dialects name alike.
 
         What is ignored or unknown is known by now, so nothing can be taken after it.
@@ -204,7 +204,7 @@ class RequestFields:
             "return_token_ids": self.take("return_token_ids", bool, False),
         }
         ignored = (*self._ignored, *own.pop("ignored", ()))
-        return Asked(**common, **own, ignored=ignored, unknown=self.unknown)
+        return ReplyRequest(**common, **own, ignored=ignored, unknown=self.unknown)
 
     def ignore(self, *names: str) -> None:
         """Take fields that say nothing about the reply. The answer names them in a header."""

@@ -9,8 +9,14 @@ from typing import Any
 from spmd_rl.data.logs import anthropic
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
@@ -29,7 +35,7 @@ _KNOWN = {
 }
 
 
-def read(body: Json, rules: SamplingRules) -> Asked:
+def read(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body, rules)
     row = _conversation(fields)
@@ -44,7 +50,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     )
 
 
-def read_counted(body: Json, rules: SamplingRules) -> Asked:
+def read_counted(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks to count the tokens of. Raises: Refused."""
     fields = RequestFields(body, rules)
     row = _conversation(fields)
@@ -52,7 +58,7 @@ def read_counted(body: Json, rules: SamplingRules) -> Asked:
     model, extras = fields.take("model", str, ""), extras_of(row, fields)
     ignored, unknown = fields.ignored, fields.unknown
     told = row["messages"]
-    return Asked(model=model, messages=told, extras=extras, ignored=ignored, unknown=unknown)
+    return ReplyRequest(model=model, messages=told, extras=extras, ignored=ignored, unknown=unknown)
 
 
 def _conversation(fields: RequestFields) -> Json:
@@ -98,7 +104,7 @@ def _neutral(fields: RequestFields) -> None:
     fields.neutral()
 
 
-def answer(asked: Asked, drawn: Drawn) -> Json:
+def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     """Return the whole answer."""
     reply, blocks = drawn.message, []
     if thought := reply.get("reasoning_content"):
@@ -118,19 +124,19 @@ def _call_block(made: Json) -> Json:
     return {"type": "tool_use", **used}
 
 
-def _message(begun: Begun) -> Json:
+def _message(begun: ReplyStart) -> Json:
     head = {"id": f"msg_{begun.id}", "type": "message", "role": MODEL, "model": begun.model}
     return head | {"content": [], "stop_reason": None, "stop_sequence": None}
 
 
-def _ending(drawn: Drawn) -> Json:
+def _ending(drawn: PolicyReply) -> Json:
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
     if drawn.stop and drawn.finish == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": drawn.stop}
     return {"stop_reason": reasons[drawn.finish], "stop_sequence": None}
 
 
-def _usage(begun: Begun, num_drawn: int) -> Json:
+def _usage(begun: ReplyStart, num_drawn: int) -> Json:
     return {
         "input_tokens": begun.num_prompt - begun.num_cached,
         "cache_read_input_tokens": begun.num_cached,
@@ -142,7 +148,7 @@ def _usage(begun: Begun, num_drawn: int) -> Json:
 class MessageStream:
     """Events of a stream. Calls come last, so that the blocks are those of the whole answer."""
 
-    def __init__(self, asked: Asked, begun: Begun) -> None:
+    def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
         self._asked, self._begun = asked, begun
         self._num_blocks = 0  # that are done
         self._open: str | None = None
@@ -169,7 +175,7 @@ class MessageStream:
             delta = {"type": "thinking_delta", "thinking": piece.text}
         yield self._block("delta", delta=delta)
 
-    def end(self, drawn: Drawn) -> Iterator[bytes]:
+    def end(self, drawn: PolicyReply) -> Iterator[bytes]:
         yield from self._close()
         for made in self._calls:
             block = _call_block(made)

@@ -8,9 +8,15 @@ from typing import Any
 from spmd_rl.data.logs import openai_responses
 from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.errors import SpmdError
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.chat import logprob_rows, wire_call
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+)
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
@@ -29,7 +35,7 @@ _KNOWN = {
 }
 
 
-def read(body: Json, rules: SamplingRules) -> Asked:
+def read(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body, rules)
     given = {
@@ -74,12 +80,12 @@ def _neutral(fields: RequestFields, rules: SamplingRules) -> list[Any]:
     return included
 
 
-def answer(asked: Asked, drawn: Drawn) -> Json:
+def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     """Return the whole answer."""
     return _response(asked, drawn.begun, drawn) | {"output": list(_items(asked, drawn))}
 
 
-def _response(asked: Asked, begun: Begun, drawn: Drawn | None) -> Json:
+def _response(asked: ReplyRequest, begun: ReplyStart, drawn: PolicyReply | None) -> Json:
     """Return the fields of a response without its output; `drawn` is None before the end."""
     status = "in_progress"
     if drawn is not None:
@@ -107,7 +113,7 @@ def _response(asked: Asked, begun: Begun, drawn: Drawn | None) -> Json:
     return found
 
 
-def _usage(drawn: Drawn) -> Json:
+def _usage(drawn: PolicyReply) -> Json:
     prompt, reply = drawn.begun.num_prompt, len(drawn.data)
     return {
         "input_tokens": prompt,
@@ -118,7 +124,7 @@ def _usage(drawn: Drawn) -> Json:
     }
 
 
-def _items(asked: Asked, drawn: Drawn) -> Iterator[Json]:
+def _items(asked: ReplyRequest, drawn: PolicyReply) -> Iterator[Json]:
     """Yield the items of a reply: its thought, its text, and its calls."""
     reply, name = drawn.message, drawn.begun.id
     if thought := reply.get("reasoning_content"):
@@ -154,7 +160,7 @@ def _call_item(made: Json) -> Json:
 class ResponseStream:
     """Events of a stream. Calls come last, so that the items are those of the whole answer."""
 
-    def __init__(self, asked: Asked, begun: Begun) -> None:
+    def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
         self._asked, self._begun = asked, begun
         self._num_events = 0
         self._num_items = 0  # that are done
@@ -179,7 +185,7 @@ class ResponseStream:
         more: Json = {"logprobs": []} if piece.kind == "content" else {}
         yield self._event(f"response.{kind}.delta", **self._part(), delta=piece.text, **more)
 
-    def end(self, drawn: Drawn) -> Iterator[bytes]:
+    def end(self, drawn: PolicyReply) -> Iterator[bytes]:
         reply = drawn.message
         yield from self._close()
         if not reply["content"] and "tool_calls" not in reply:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from spmd_rl.data.logs.form import Json
-from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields
+from spmd_rl.gateway.dialects.request import PolicyReply, Refused, ReplyRequest, SamplingRules
 
 
-def read(body: Json, rules: SamplingRules) -> Asked:
+def read(body: Json, rules: SamplingRules) -> ReplyRequest:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body, rules)
     ids = fields.ids("token_ids")
@@ -23,7 +23,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         given.only("skip_special_tokens", False, because="the answer is in token ids")
         given.ignore("include_stop_str_in_output")
         given.neutral()
-        return Asked(
+        return ReplyRequest(
             model=model,
             token_ids=ids,
             max_tokens=given.number("max_tokens"),
@@ -37,7 +37,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         raise error.inside("sampling_params") from error
 
 
-def answer(asked: Asked, drawn: Drawn) -> Json:
+def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     """Return the answer, whose log-probs come back bit for bit."""
     ids = drawn.data.tokens.tolist()
     rows = [

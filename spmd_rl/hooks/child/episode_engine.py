@@ -23,7 +23,7 @@ class RefusedTurn(SpmdError):
     """The engine does not take what an episode asks of it."""
 
 
-class _Asked:
+class _OpenTurn:
     """A turn that the engine draws: who waits for it, and how many of its tokens were shown."""
 
     def __init__(self, transcript: int, on_tokens: OnTokens | None) -> None:
@@ -52,7 +52,7 @@ class EpisodeEngine:
         self._episode, self._send, self._watch, self._texts = episode, send, watch, texts
         self._num_transcripts = 0
         self._num_asked = 0
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _OpenTurn] = {}
 
     async def complete(
         self,
@@ -144,7 +144,7 @@ class EpisodeEngine:
     ) -> Turn:
         """Ask the rank for a turn, and wait for it."""
         ask_id, self._num_asked = self._num_asked, self._num_asked + 1
-        asked = self._asked[ask_id] = _Asked(number, on_tokens)
+        asked = self._asked[ask_id] = _OpenTurn(number, on_tokens)
         context = None if transcript.context is transcript.prompt.tokens else transcript.context
         self._watch.pause()
         try:

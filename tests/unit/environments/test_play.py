@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.environments.environment import AgentReply, Observation, Played, TextEnvironment
+from spmd_rl.environments.environment import AgentReply, EpisodeResult, Observation, TextEnvironment
 from spmd_rl.environments.play import EpisodeLimits
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.rewards.answers.final_text import final_text
@@ -27,7 +27,7 @@ class Echo(TextEnvironment):
     def __init__(self, rewards: list[Any], score: Any = 0.0) -> None:
         self.rewards, self.scored = [*rewards], score
         self.num_closed = 0
-        self.played: Played | None = None
+        self.played: EpisodeResult | None = None
 
     async def reset(self, prompt: Prompt, rng: np.random.Generator) -> Observation:
         return Observation(state=b"\x01")
@@ -39,7 +39,7 @@ class Echo(TextEnvironment):
         shown = {"role": "user", "content": f"echo {reply.text}"}
         return Observation((shown,), not self.rewards, reward, reply.text.encode())
 
-    async def score(self, episode: Played) -> float | dict[str, float]:
+    async def score(self, episode: EpisodeResult) -> float | dict[str, float]:
         self.played = episode
         result: float | dict[str, float] = self.scored
         return result
@@ -247,7 +247,7 @@ def test_each_agent_has_a_conversation_and_a_reward_of_its_own() -> None:
 
 def test_the_last_observation_is_for_the_agent_that_it_names() -> None:
     class Watched(Duel):
-        async def score(self, episode: Played) -> float:
+        async def score(self, episode: EpisodeResult) -> float:
             self.played = episode
             return 0.0
 

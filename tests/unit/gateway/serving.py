@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects.asked import SamplingRules
+from spmd_rl.gateway.dialects.request import SamplingRules
 from spmd_rl.gateway.process import Gateway
 from spmd_rl.gateway.replies import ReplyFormat
 from spmd_rl.gateway.session import Session

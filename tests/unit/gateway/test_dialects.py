@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from spmd_rl.data.logs import anthropic, openai_chat, openai_responses
 from spmd_rl.data.logs.form import call, message, tool
 from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
-from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.fields import read_body
+from spmd_rl.gateway.dialects.request import (
+    PolicyReply,
+    Refused,
+    ReplyRequest,
+    ReplyStart,
+    SamplingRules,
+    shortest,
+)
 from spmd_rl.gateway.message_tree import MessagePath, same_thoughts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.hooks.texts import EpisodeTexts
@@ -53,13 +60,13 @@ class Letters(EpisodeTexts):
         return self.decode([token]).encode()
 
 
-def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> Drawn:
+def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> PolicyReply:
     data = TokenData(
         np.array([5, 6], np.int32), np.array([-0.1, -2], np.float32), np.array([3, 3], np.int32)
     )
-    begun = Begun("r1", 1700000000, "policy", 3, 1)
+    begun = ReplyStart("r1", 1700000000, "policy", 3, 1)
     ids = np.array([1, 2, 3], np.int32)
-    return Drawn(begun, reply, finish, "", data, lambda: ids, Letters())
+    return PolicyReply(begun, reply, finish, "", data, lambda: ids, Letters())
 
 
 def pieces_of(reply: dict[str, Any]) -> Iterator[ReplyPiece]:
@@ -91,12 +98,13 @@ def is_held(reply: dict[str, Any], read: list[dict[str, Any]]) -> None:
 
 @given(replies)
 def test_a_chat_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
-    told = chat.answer(Asked(model=""), drawn_of(reply))["choices"][0]["message"]
+    told = chat.answer(ReplyRequest(model=""), drawn_of(reply))["choices"][0]["message"]
     for extra in ({}, {"reasoning_content": None}):
         body = {"messages": [{"role": "user", "content": "hi"}, {**told, **extra}]}
         is_held(reply, openai_chat.read(body)["messages"])
     deltas = [
-        one["choices"][0]["delta"] for one in events(chat.ChatStream(Asked(model=""), BEGUN), reply)
+        one["choices"][0]["delta"]
+        for one in events(chat.ChatStream(ReplyRequest(model=""), BEGUN), reply)
     ]
     joined: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
     for delta in deltas:
@@ -106,13 +114,13 @@ def test_a_chat_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
     is_held(reply, openai_chat.read(body)["messages"])
 
 
-BEGUN = Begun("r1", 1700000000, "policy", 3, 1)
+BEGUN = ReplyStart("r1", 1700000000, "policy", 3, 1)
 
 
 @given(replies)
 def test_a_responses_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
-    whole = responses.answer(Asked(model=""), drawn_of(reply))["output"]
-    told = events(responses.ResponseStream(Asked(model=""), BEGUN), reply)
+    whole = responses.answer(ReplyRequest(model=""), drawn_of(reply))["output"]
+    told = events(responses.ResponseStream(ReplyRequest(model=""), BEGUN), reply)
     assert [one["sequence_number"] for one in told] == [*range(len(told))]
     done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
     assert done == whole == told[-1]["response"]["output"]
@@ -124,8 +132,8 @@ def test_a_responses_client_sends_back_what_is_held(reply: dict[str, Any]) -> No
 
 @given(replies)
 def test_an_anthropic_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
-    whole = messages.answer(Asked(model=""), drawn_of(reply))["content"]
-    told = events(messages.MessageStream(Asked(model=""), BEGUN), reply)
+    whole = messages.answer(ReplyRequest(model=""), drawn_of(reply))["content"]
+    told = events(messages.MessageStream(ReplyRequest(model=""), BEGUN), reply)
     blocks: list[dict[str, Any]] = []
     for one in told:
         if one["type"] == "content_block_start":
@@ -400,7 +408,7 @@ FIELDS = (
 @given(body=st.dictionaries(st.sampled_from(FIELDS.split()), bodies))
 def test_garbage_is_read_or_refused(dialect: Any, body: Any) -> None:
     with contextlib.suppress(Refused):
-        assert isinstance(dialect.read(body, RULES), Asked)
+        assert isinstance(dialect.read(body, RULES), ReplyRequest)
 
 
 @pytest.mark.parametrize(

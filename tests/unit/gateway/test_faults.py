@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.gateway.dialects.asked import Refused
+from spmd_rl.gateway.dialects.request import Refused
 from spmd_rl.gateway.faults import fault_of
 from spmd_rl.gateway.follow_template import TemplateExtras
 from tests.unit.gateway.test_session import END, TOOLS, draw, make, run, said, user

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.replies import ReplyFormat, ReplyPiece, ReplyReader, choose_format
-from spmd_rl.gateway.reply_call import DrawnText, StopCut
+from spmd_rl.gateway.reply_call import ReplyText, StopCut
 from spmd_rl.gateway.response_templates import FORMS, digest_of
 from tests.unit.gateway.fakes import FakeTexts
 
@@ -166,7 +166,7 @@ def test_text_of_tokens_is_whole_whatever_comes_at_once(
 ) -> None:
     fake = FakeTexts()
     ids = fake.encode(text.replace("<|end|>", "")) + [*fake.eos_ids] * ended
-    drawn = DrawnText(fake.decode, fake.eos_ids)
+    drawn = ReplyText(fake.decode, fake.eos_ids)
     parts, at = [], 0
     for size in [*sizes, len(ids)]:
         parts.append(drawn.add(ids[at : at + size]))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spmd_rl.data.logs.form import message
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.dialects.request import PolicyReply, Refused, ReplyRequest, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyFormat, choose_format
@@ -37,7 +37,7 @@ def user(text: str) -> dict[str, Any]:
     return message("user", text)
 
 
-def said(drawn: Drawn) -> dict[str, Any]:
+def said(drawn: PolicyReply) -> dict[str, Any]:
     return drawn.message
 
 
@@ -52,10 +52,12 @@ def make(replies: Any, chat_template: str = CHATML, **config: Any) -> tuple[Sess
 
 async def draw(
     session: Session, messages: list[Any], *, again: bool = False, lost: bool = False, **asked: Any
-) -> Drawn:
+) -> PolicyReply:
     """Draw a reply, as a retry if `again`. `lost` says that the client misses the answer."""
     call = session.ask(
-        Asked(model="", messages=messages, **asked), repr((messages, asked)).encode(), again=again
+        ReplyRequest(model="", messages=messages, **asked),
+        repr((messages, asked)).encode(),
+        again=again,
     )
     call.join()
     try:
@@ -172,7 +174,7 @@ def test_token_ids_go_on_where_they_were_drawn() -> None:
     session, engine = make(["one" + END, "two" + END, "three" + END])
 
     async def play() -> None:
-        async def ask(ids: list[int]) -> Drawn:
+        async def ask(ids: list[int]) -> PolicyReply:
             return await draw(session, [], token_ids=np.array(ids, np.int32), max_tokens=len(ids))
 
         first = await ask([1, 2, 90])
@@ -192,7 +194,7 @@ def numbered() -> Any:
     return lambda prompt: f"{next(numbers)}{END}"
 
 
-async def opened(session: Session, number: int) -> list[asyncio.Task[Drawn]]:
+async def opened(session: Session, number: int) -> list[asyncio.Task[PolicyReply]]:
     """Ask the same so often at once, and return the calls once all are open."""
     before = len(session._open)
     calls = [asyncio.create_task(draw(session, [user("a")])) for _ in range(number)]
@@ -282,7 +284,7 @@ def test_a_client_that_leaves_loses_its_turn_alone() -> None:
         first = await draw(session, [user("a")])
         engine.gate, engine.started = asyncio.Event(), asyncio.Event()
         more = [user("a"), said(first), user("b")]
-        call = session.ask(Asked(model="", messages=more), b"x", again=False)
+        call = session.ask(ReplyRequest(model="", messages=more), b"x", again=False)
         call.join()
         await engine.started.wait()
         session.leave(call)
@@ -436,7 +438,7 @@ def test_a_call_beyond_the_last_turn_is_refused() -> None:
         assert said(await first) != said(await second)
         # the answer to a retry is no further turn
         request = repr(([user("a")], {})).encode()
-        again = session.ask(Asked(model="", messages=[user("a")]), request, again=True)
+        again = session.ask(ReplyRequest(model="", messages=[user("a")]), request, again=True)
         assert (await again.task).message == said(await first)
 
     run(play())

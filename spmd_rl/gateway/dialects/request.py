@@ -62,7 +62,7 @@ class SamplingRules:
 
 
 @dataclass(frozen=True)
-class OwnSampling:
+class ClientSampling:
     """What a client chose of the sampling; None leaves what the server has.
 
     Of the requests that wait, those with the lowest `priority` number begin first.
@@ -77,7 +77,7 @@ class OwnSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplyRequest:
     """A request for one reply: after `messages`, or after token ids where there are any.
 
     `token_ids` are those, or the tokenizer makes them of `prompt_text`; the reply to them is read
@@ -98,7 +98,7 @@ class Asked:
     max_tokens: int | None = None  # None: the recipe's limit
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    sampling: OwnSampling = OwnSampling()
+    sampling: ClientSampling = ClientSampling()
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
@@ -107,12 +107,12 @@ class Asked:
     names_ids: bool = False  # tokens are named by their ids
     choice: int = 0
     shares_prompt: bool = False  # with the reply before it, so its prompt is not counted again
-    more: tuple[Asked, ...] = ()
+    more: tuple[ReplyRequest, ...] = ()
     return_token_ids: bool = False
     ignored: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
-    def of_each(self, prompts: list[Asked], num_choices: int) -> Asked:
+    def of_each(self, prompts: list[ReplyRequest], num_choices: int) -> ReplyRequest:
         """Return the request for so many replies to each of these, the first with the others."""
         every = [one for one in prompts for _ in range(num_choices)]
         if len(every) > 1 and self.stream:
@@ -135,7 +135,7 @@ class TokenScores(NamedTuple):
     top_logprobs: NDArray[np.float32]
 
 
-class Begun(NamedTuple):
+class ReplyStart(NamedTuple):
     """A reply before its first token. `num_cached` of the prompt's tokens were held before."""
 
     id: str
@@ -146,10 +146,10 @@ class Begun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PolicyReply:
     """A reply that the policy drew. `stop` is the text that ended it, or ""."""
 
-    begun: Begun
+    begun: ReplyStart
     message: Message
     finish: Finish
     stop: str
