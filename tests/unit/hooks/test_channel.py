@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from spmd_rl.hooks.child.calls import LoadedHooks
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.program import FunctionProgram
-from spmd_rl.hooks.rank.output import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import GroupTask, SampleTask
+from spmd_rl.hooks.rank.worker import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.signatures import RewardForm, RewardFunction
 from spmd_rl.hooks.wire.channel import NO_CALL, CallNote, MessageReader, encode
 from spmd_rl.hooks.wire.messages import TO_PROCESS, TO_RANK, Episode, Ready
