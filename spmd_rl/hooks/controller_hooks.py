@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from statistics import fmean
 from typing import Any
 
 from spmd_rl.errors import DataError, SpmdError
@@ -26,7 +24,6 @@ class KeepGroup:
         self.step = 0
         self._function, self._name = load_keep_group(name), part_name(name)
         self._config, self._seed = dict(config or {}), seed
-        self._emitted: defaultdict[str, list[float]] = defaultdict(list)
 
     def __call__(self, group: Group) -> Keep:
         """Return whether the group is trained on.
@@ -43,14 +40,7 @@ class KeepGroup:
             raise DataError(self._where(group), problem_of(error, self._function)) from error
         if not isinstance(keep, Keep):
             raise DataError(self._where(group), f"returned no Keep: {preview(keep)}")
-        for name, value in context.metrics.items():
-            self._emitted[name].append(value)
         return keep
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the mean of each value that was emitted since the last call."""
-        emitted, self._emitted = self._emitted, defaultdict(list)
-        return {name: fmean(values) for name, values in emitted.items()}
 
     def _where(self, group: Group) -> str:
         return (

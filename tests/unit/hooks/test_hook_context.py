@@ -60,7 +60,6 @@ KEEPS = """
 from spmd_rl.hooks.context import Keep
 
 def keep(ctx, group):
-    ctx.emit("size", len(group.samples))
     if ctx.config["how"] == "raise":
         raise KeyError("gold")
     if ctx.config["how"] == "bool":
@@ -69,7 +68,7 @@ def keep(ctx, group):
 """
 
 
-def test_keep_group_says_yes_or_no_and_emits(tmp_path: Path) -> None:
+def test_keep_group_says_yes_or_no(tmp_path: Path) -> None:
     file = tmp_path / "keeps.py"
     file.write_text(KEEPS)
     group = Group(make_prompt(), [make_sample(index=0), make_sample(index=1)])
@@ -77,13 +76,11 @@ def test_keep_group_says_yes_or_no_and_emits(tmp_path: Path) -> None:
     assert keep(group) == Keep(False, "too early")
     keep.step = 5
     assert keep(Group(make_prompt(), group.samples * 2)) == Keep(True, "too early")
-    assert keep.take_metrics() == {"size": 3.0}
-    assert keep.take_metrics() == {}
 
 
 @pytest.mark.parametrize(
     ("how", "problem"),
-    [("raise", r"raised KeyError: 'gold' \(at keeps.py:7\)"), ("bool", "returned no Keep: True")],
+    [("raise", r"raised KeyError: 'gold' \(at keeps.py:6\)"), ("bool", "returned no Keep: True")],
 )
 def test_a_keep_group_that_fails_names_the_group(tmp_path: Path, how: str, problem: str) -> None:
     file = tmp_path / "keeps.py"
