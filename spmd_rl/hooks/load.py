@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,20 +62,16 @@ def _load_grader(said: str, name: str) -> Callable[..., Any]:
 
 
 def _import_module(said: str, module: str) -> ModuleType:
-    try:
-        with importing(said):
+    with _importing(said):
+        try:
             return importlib.import_module(module)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    # the user's module may raise anything
-    except BaseException as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module}.".startswith(f"{missing}."):
+        except ModuleNotFoundError as error:
+            if not error.name or not f"{module}.".startswith(f"{error.name}."):
+                raise
             raise ConfigError(
                 f"{said}: there is no module {module!r}: name a file instead "
                 "(path/to/file.py:function), or start in the folder that holds the module"
             ) from error
-        raise _import_error(said, error) from error
 
 
 def _import_file(said: str, path: Path) -> ModuleType:
@@ -89,18 +86,23 @@ def _import_file(said: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     try:
-        with importing(said):
+        with _importing(said):
             spec.loader.exec_module(module)
-    # the user's file may raise anything
-    except BaseException as error:
+    except BaseException:
         del sys.modules[key]
-        if isinstance(error, (ConfigError, KeyboardInterrupt)):
-            raise
-        raise _import_error(said, error) from error
+        raise
     return module
 
 
-def _import_error(said: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"{said}: importing it raised {type(error).__name__}: {error}{source_line(error)}"
-    )
+@contextmanager
+def _importing(said: str) -> Iterator[None]:
+    """Raise a ConfigError for whatever an import of the user's code raises."""
+    try:
+        with importing(said):
+            yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    # the user's code may raise anything
+    except BaseException as error:
+        raised = f"{type(error).__name__}: {error}{source_line(error)}"
+        raise ConfigError(f"{said}: importing it raised {raised}") from error
