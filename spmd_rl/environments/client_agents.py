@@ -85,17 +85,24 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def ended(session: Session, result: Any) -> list[Sample]:
+def end_samples(
+    ctx: HookContext, prompt: Prompt, session: Session, result: Any, no_reward: str
+) -> list[Sample]:
     """Return the samples of an episode whose agent has ended with this result.
 
     Where the limit of turns has ended it, the samples are truncated, and an agent that gives no
-    reward has that of 0.
-    Raises: EpisodeFailure, as `rewarded` does.
+    reward has that of 0. `no_reward` says that it gave none.
+    Raises: EpisodeFailure, as `rewarded` does, and where a reward is wanted that it did not give.
     """
     samples = session.samples()
     if session.is_over:
         samples = zeroed(samples, "the episode has had all its turns", is_over=True)
-    return rewarded(samples, result)
+    samples = rewarded(samples, result)
+    wanted = reward_weights(prompt.reward or ctx.config.get("reward", ""))
+    if "environment" in wanted and any(math.isnan(sample.reward) for sample in samples):
+        problem = "reward = 'environment' needs it, or name a grader in reward"
+        raise EpisodeFailure("agent", f"{no_reward}: {problem}")
+    return samples
 
 
 def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
@@ -122,15 +129,3 @@ def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
         )
         for sample in samples
     ]
-
-
-def require_reward(ctx: HookContext, prompt: Prompt, samples: list[Sample], told: str) -> None:
-    """Raise an EpisodeFailure where the agent's reward is wanted, and it gave none.
-
-    `told` says how it gives one.
-    """
-    wanted = reward_weights(prompt.reward or ctx.config.get("reward", ""))
-    if "environment" in wanted and any(math.isnan(one.reward) for one in samples):
-        raise EpisodeFailure(
-            "agent", f"{told}: reward = 'environment' needs it, or name a grader in reward"
-        )

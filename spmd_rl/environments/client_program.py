@@ -22,8 +22,7 @@ from typing import Any
 from spmd_rl.controller.lifecycle.process_family import END_S, MARK_ENV, end_family
 from spmd_rl.environments.client_agents import (
     MAX_NOTE,
-    ended,
-    require_reward,
+    end_samples,
     rewarded,
     task_of,
 )
@@ -92,9 +91,8 @@ class CommandAgent:
             told = session.samples(), failure, names_in(errors), self._on_error
             samples = after_error(*told, is_over=session.is_over)
             return rewarded(samples, _result(folder / RESULT_FILE))
-        samples = ended(session, _result(folder / RESULT_FILE))
-        require_reward(ctx, prompt, samples, f"the program left no reward in {RESULT_FILE}")
-        return samples
+        no_reward = f"the program left no reward in {RESULT_FILE}"
+        return end_samples(ctx, prompt, session, _result(folder / RESULT_FILE), no_reward)
 
     async def _run(self, folder: Path, session: Session, question: str) -> tuple[int, str, str]:
         """Return the exit code, and the ends of both output streams."""

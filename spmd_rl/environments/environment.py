@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,8 @@ from spmd_rl.types.prompts import Prompt
 
 Message = Mapping[str, Any]  # of a chat: "role", "content", perhaps "tool_calls"
 
+STATE_BYTES = 16
+END_OF_SEEDS = 1 << 31  # of worlds
 # Why an episode ended: the environment said so, or a limit of `AgentConfig` or of the model's
 # context was reached.
 Ending = Literal["done", "turns", "tokens", "context"]
@@ -100,6 +103,12 @@ class TextEnvironment:
         pass
 
 
+def state_after(past: bytes, text: str) -> bytes:
+    """Return a state that stands for all that was said: a digest of an earlier one and a text."""
+    data = past + text.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=STATE_BYTES).digest()
+
+
 @dataclass
 class TurnRecord:
     """What is known of one turn, for credit by turn.
@@ -112,7 +121,7 @@ class TurnRecord:
     state: bytes
     first_token: int
     num_tokens: int
-    reward: float = field(default=0.0)
+    reward: float = 0.0
 
     def as_data(self) -> dict[str, Any]:
         """Return it as plain data; the state is written in hexadecimal digits."""

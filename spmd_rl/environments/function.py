@@ -10,8 +10,7 @@ from typing import Any
 
 from spmd_rl.environments.client_agents import (
     MAX_NOTE,
-    ended,
-    require_reward,
+    end_samples,
     rewarded,
     task_of,
 )
@@ -62,10 +61,8 @@ class FunctionAgent:
             return rewarded(after_error(*told, is_over=session.is_over), None)
         if isinstance(result, str):
             ctx.note("result", result[:MAX_NOTE])
-        samples = ended(session, result)
-        problem = f"the agent returned {preview(result)}, which is no reward"
-        require_reward(ctx, prompt, samples, problem)
-        return samples
+        no_reward = f"the agent returned {preview(result)}, which is no reward"
+        return end_samples(ctx, prompt, session, result, no_reward)
 
 
 def load_agent_function(name: str) -> Callable[..., Any]:

@@ -7,14 +7,20 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from spmd_rl.config.load import from_data
 from spmd_rl.config.rules import require
-from spmd_rl.environments.environment import AgentReply, Message, Observation, TextEnvironment
+from spmd_rl.environments.environment import (
+    END_OF_SEEDS,
+    AgentReply,
+    Message,
+    Observation,
+    TextEnvironment,
+    state_after,
+)
 from spmd_rl.environments.openenv_session import (
     INVALID,
     PACKAGE,
@@ -29,8 +35,6 @@ from spmd_rl.hooks.load import load_function
 from spmd_rl.types.prompts import Prompt
 
 RESET = "reset"  # key of a record: what its `reset` gets
-STATE_BYTES = 16
-END_OF_SEEDS = 1 << 31
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -124,10 +128,10 @@ class OpenEnv(TextEnvironment):
             problem = f"the server's state has no {missing[0]!r}: it has {has}"
             raise EpisodeFailure("environment", problem)
         text = json.dumps([state[name] for name in names], sort_keys=True)
-        return _digest(text.encode())
+        return state_after(b"", text)
 
     def _note(self, text: str) -> None:
-        self._past = _digest(self._past + text.encode("utf-8", "surrogatepass"))
+        self._past = state_after(self._past, text)
 
 
 class NoAction(Exception):
@@ -253,7 +257,3 @@ def _messages(said: Any) -> str | tuple[Message, ...]:
         return tuple(said)
     problem = f"agent.args.observe returned neither a text nor messages: {said!r}"
     raise EpisodeFailure("environment", problem[:400])
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=STATE_BYTES).digest()

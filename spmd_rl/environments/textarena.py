@@ -6,12 +6,17 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from spmd_rl.environments.environment import AgentReply, Observation, TextEnvironment
+from spmd_rl.environments.environment import (
+    END_OF_SEEDS,
+    AgentReply,
+    Observation,
+    TextEnvironment,
+    state_after,
+)
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
@@ -19,8 +24,6 @@ from spmd_rl.types.prompts import Prompt
 
 PACKAGE = "textarena==0.7.4"
 OWN_ARGS = ("num_players", "opponent", "seat")
-STATE_BYTES = 16
-END_OF_SEEDS = 1 << 31
 
 
 class TextArena(TextEnvironment):
@@ -104,8 +107,7 @@ class TextArena(TextEnvironment):
         return shown.removeprefix(before).strip("\n")
 
     def _note(self, player: int, text: str) -> None:
-        past = self._seen.get(player, b"")
-        self._seen[player] = blake2b(past + text.encode(), digest_size=STATE_BYTES).digest()
+        self._seen[player] = state_after(self._seen.get(player, b""), text)
 
     def _agent(self, player: int) -> str:
         return f"player {player}" if self._num_players > 1 else ""
