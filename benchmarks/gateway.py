@@ -111,9 +111,7 @@ async def serve(folder: str, num_sessions: int) -> None:
         lags: list[float] = []
         watch = asyncio.ensure_future(watch_loop(lags))
         while await loop.run_in_executor(None, sys.stdin.readline):
-            tokens = sum(
-                one.num_prompt - one.num_cached + one.num_drawn for one in session.record()
-            )
+            tokens = sum(one.num_prompt - one.num_cached + one.num_drawn for one in session.records)
             late_s = float(np.quantile(lags, 0.99)) if lags else 0.0
             tell(cpu_s=time.process_time(), rss=rss_bytes(), tokens=tokens, lag_s=late_s)
             lags.clear()

@@ -37,11 +37,10 @@ class ReplyCall:
 
     def __init__(self, asked: ReplyRequest, num_bytes: int) -> None:
         self.asked, self.num_bytes = asked, num_bytes  # of the request
-        loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[ReplyStart] = loop.create_future()
+        self.begun: asyncio.Future[ReplyStart] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[PolicyReply]
         self._pieces: list[ReplyPiece] = []
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._news = asyncio.Event()  # the next one for those who wait
         self._num_clients = self.num_claims = 0
 
     def start(self, task: asyncio.Task[PolicyReply]) -> None:
@@ -76,17 +75,10 @@ class ReplyCall:
                 at += 1
             if self.task.done():
                 return
-            if not await self._changed(heartbeat_s):
+            try:
+                await asyncio.wait_for(self._news.wait(), heartbeat_s)
+            except TimeoutError:
                 yield None
-
-    async def _changed(self, within_s: float) -> bool:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            done, _ = await asyncio.wait([future], timeout=within_s)
-        finally:
-            self._waiting.discard(future)
-        return bool(done)
 
     def _ended(self, _: Any) -> None:
         if not self.begun.done():
@@ -94,9 +86,8 @@ class ReplyCall:
         self._wake()
 
     def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class ReplyDecoder:

@@ -72,6 +72,9 @@ class Session:
         self.keyed_base_url = f"{self.keyed_root_url}/v1"
         self.names: list[str] = []  # by which the shared key finds it
         self.version = ctx.version
+        self.records: list[
+            AgentCall
+        ] = []  # of the calls that have ended, in the order of their ends
         self.is_over = False  # a call was refused because the episode has had all its turns
         self._max_turns = max_turns
         self._parts, self._ctx, self._prompt, self._source = parts, ctx, prompt, source
@@ -82,7 +85,6 @@ class Session:
         self._calls: dict[bytes, list[ReplyCall]] = {}  # open or answered, by request
         self._answered: deque[tuple[bytes, ReplyCall]] = deque()
         self._unanswered: deque[bytes] = deque(maxlen=MAX_UNANSWERED)
-        self._records: list[AgentCall] = []
         self._num_calls = 0
         self._forget = forget
         self._closed = False
@@ -94,10 +96,6 @@ class Session:
         """
         return self._parts.branches.samples(self._prompt, self._turns, self._parts.texts.decode)
 
-    def record(self) -> list[AgentCall]:
-        """Return the calls that have ended, in the order of their ends."""
-        return list(self._records)
-
     def close(self) -> None:
         """Refuse further calls and give up those that are open. The key is dead."""
         if self._closed:
@@ -106,8 +104,8 @@ class Session:
         self._forget(self)
         for call in list(self._open):
             call.task.cancel()
-        if self._records:
-            share = sum(one.rewritten for one in self._records) / len(self._records)
+        if self.records:
+            share = sum(one.rewritten for one in self.records) / len(self.records)
             self._ctx.emit(REWRITTEN, share)
 
     def count_tokens(self, asked: ReplyRequest) -> int:
@@ -266,7 +264,7 @@ class Session:
         reason = attach.reason if attach is not None else "tokens"
         numbers = begun.num_prompt, begun.num_cached, num_drawn
         self._parts.counts.add(end, *numbers)
-        self._records.append(AgentCall(reason, end, *numbers, rewritten))
+        self.records.append(AgentCall(reason, end, *numbers, rewritten))
 
 
 def _limit(asked: int | None, room: int) -> int | None:

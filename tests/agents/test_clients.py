@@ -49,7 +49,7 @@ async def played(python: str, program: str, way: str) -> tuple[str, int, list[st
                 await child.wait()
         assert child.returncode == 0, problem.decode()[-2000:]
         check_exact(session, served.engine)
-        reasons = [one.reason for one in session.record()]
+        reasons = [one.reason for one in session.records]
         return out.decode().strip(), len(session.samples()), reasons
 
 

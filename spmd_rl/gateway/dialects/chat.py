@@ -125,7 +125,10 @@ def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
         message["reasoning_content"] = thought
     choice: Json = {"index": asked.choice, "message": message, "finish_reason": drawn.finish}
     choice |= _asked_for(asked, drawn)
-    body = _head(drawn.begun, "chat.completion") | {"choices": [choice], "usage": usage(drawn)}
+    body = head(drawn.begun, "chatcmpl", "chat.completion") | {
+        "choices": [choice],
+        "usage": usage(drawn),
+    }
     return body | _prompt_ids(asked, drawn)
 
 
@@ -140,9 +143,10 @@ def _prompt_ids(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     return {"prompt_token_ids": drawn.prompt_ids.tolist()} if asked.return_token_ids else {}
 
 
-def _head(begun: ReplyStart, kind: str) -> Json:
-    head = {"id": f"chatcmpl-{begun.id}", "object": kind, "created": begun.created_s}
-    return head | {"model": begun.model}
+def head(begun: ReplyStart, prefix: str, kind: str) -> Json:
+    """Return the fields with which an answer, or a chunk of a stream, begins."""
+    name = {"id": f"{prefix}-{begun.id}", "object": kind}
+    return name | {"created": begun.created_s, "model": begun.model}
 
 
 class DataStream:
@@ -165,7 +169,7 @@ class ChatStream(DataStream):
     """Events of a stream."""
 
     def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
-        super().__init__(asked, _head(begun, "chat.completion.chunk"))
+        super().__init__(asked, head(begun, "chatcmpl", "chat.completion.chunk"))
         self._num_calls = 0
 
     def start(self) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from spmd_rl.data.logs.form import Json
-from spmd_rl.gateway.dialects.chat import DataStream, usage
+from spmd_rl.gateway.dialects.chat import DataStream, head, usage
 from spmd_rl.gateway.dialects.fields import MAX_TOP, RequestFields, token_ids
 from spmd_rl.gateway.dialects.request import (
     PolicyReply,
@@ -23,6 +23,7 @@ from spmd_rl.gateway.sse import event
 
 MAX_TOKENS = 16  # where a client says none, as OpenAI has it
 MAX_PROMPTS = 1024
+_NAMES = "cmpl", "text_completion"  # what an id begins with, and the kind of object
 
 
 def read(body: Json, rules: SamplingRules) -> ReplyRequest:
@@ -86,12 +87,7 @@ def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     if asked.return_token_ids:
         ids = {"prompt_token_ids": drawn.prompt_ids.tolist()}
         choice |= ids | {"token_ids": drawn.data.tokens.tolist(), "spmd": drawn.token_facts()}
-    return _head(drawn.begun) | {"choices": [choice], "usage": usage(drawn)}
-
-
-def _head(begun: ReplyStart) -> Json:
-    head = {"id": f"cmpl-{begun.id}", "object": "text_completion", "created": begun.created_s}
-    return head | {"model": begun.model}
+    return head(drawn.begun, *_NAMES) | {"choices": [choice], "usage": usage(drawn)}
 
 
 def _choice(asked: ReplyRequest, text: str) -> Json:
@@ -146,7 +142,7 @@ class CompletionStream(DataStream):
     """Events of a stream."""
 
     def __init__(self, asked: ReplyRequest, begun: ReplyStart) -> None:
-        super().__init__(asked, _head(begun))
+        super().__init__(asked, head(begun, *_NAMES))
 
     def start(self) -> Iterator[bytes]:
         if self._asked.echo and self._asked.prompt_text:

@@ -1,4 +1,4 @@
-"""RequestFields of a request: each is read, ignored by name, or refused by name."""
+"""Fields of a request: each is read, ignored by name, or refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_body(body: bytes) -> Json:
 
 
 class RequestFields:
-    """RequestFields of a body, each of which is taken once. What is left over is unknown."""
+    """Fields of a body, each of which is taken once. What is left over is unknown."""
 
     def __init__(self, body: Json, rules: SamplingRules = SamplingRules()) -> None:  # noqa: B008
         self._left = {name: value for name, value in body.items() if value is not None}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,16 @@ CALL_FORM = {
         "tool_calls": {"open": "<call>", "close": "</call>", "repeats": True},
     },
 }
+
+
+def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
 
 
 class FakeTexts(EpisodeTexts):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple
 
 from spmd_rl.gateway.config import GatewayConfig
@@ -18,6 +20,7 @@ from spmd_rl.hooks.program import Site
 from tests.unit.gateway.fakes import CALL_FORM, FakeEngine, FakeTexts, prompt_of
 
 END = "<|end|>"
+AsyncTest = Callable[..., Awaitable[None]]
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -110,3 +113,23 @@ async def serving(replies: Any = None, texts: Any = None, **config: Any) -> Asyn
         session = gateway.open(HookContext(version=3), prompt_of(), engine, SamplingRules(1.0, 1.0))
         yield Served(gateway, session, engine)
         session.close()
+
+
+def with_gateway(replies: Any = None, **config: Any) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Run an async test, whose first argument is a gateway that serves one session."""
+
+    def decorate(test: AsyncTest) -> Callable[..., None]:
+        async def play(**given: Any) -> None:
+            async with serving(replies, **config) as served:
+                await test(served, **given)
+
+        @wraps(test)
+        def run(**given: Any) -> None:
+            asyncio.run(play(**given))
+
+        own = signature(test)
+        _, *others = own.parameters.values()
+        run.__signature__ = own.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

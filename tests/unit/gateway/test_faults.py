@@ -9,7 +9,8 @@ import pytest
 from spmd_rl.gateway.dialects.request import Refused
 from spmd_rl.gateway.faults import fault_of
 from spmd_rl.gateway.follow_template import TemplateExtras
-from tests.unit.gateway.test_session import END, TOOLS, draw, make, run, said, user
+from tests.unit.gateway.fakes import in_event_loop
+from tests.unit.gateway.test_session import END, TOOLS, draw, make, said, user
 
 ADD = {"properties": {"a": {"type": "integer"}, "b": {"type": "number"}}, "required": ["a"]}
 FLAG = {"properties": {"on": {"type": "boolean"}}, "additionalProperties": True}
@@ -67,27 +68,21 @@ def test_a_schema_that_is_none_allows_all(schema: Any) -> None:
         ('<call>{"name": "f", "arguments": {}}</call>', None),
     ],
 )
-def test_a_branch_that_ends_with_a_wrong_call_says_so(drawn: str, fault: str | None) -> None:
+@in_event_loop
+async def test_a_branch_that_ends_with_a_wrong_call_says_so(drawn: str, fault: str | None) -> None:
     session, _ = make([drawn + END, "x" + END])
     extras = TemplateExtras(TOOLS, {})
-
-    async def play() -> None:
-        first = await draw(session, [user("a")], extras=extras)
-        assert [one.metadata.get("fault") for one in session.samples()] == [fault]
-        await draw(session, [user("a"), said(first), user("no such tool")], extras=extras)
-
-    run(play())
+    first = await draw(session, [user("a")], extras=extras)
+    assert [one.metadata.get("fault") for one in session.samples()] == [fault]
+    await draw(session, [user("a"), said(first), user("no such tool")], extras=extras)
     assert [one.metadata.get("fault") for one in session.samples()] == [None], "it went on"
 
 
-def test_a_branch_after_which_the_context_is_full_says_so() -> None:
+@in_event_loop
+async def test_a_branch_after_which_the_context_is_full_says_so() -> None:
     session, _ = make(lambda prompt: "x" + END)
-
-    async def play() -> None:
-        first = await draw(session, [user("a")])
-        await draw(session, [user("b")])
-        with pytest.raises(Refused):
-            await draw(session, [user("a"), said(first), user("b" * (1 << 17))])
-
-    run(play())
+    first = await draw(session, [user("a")])
+    await draw(session, [user("b")])
+    with pytest.raises(Refused):
+        await draw(session, [user("a"), said(first), user("b" * (1 << 17))])
     assert [one.metadata.get("fault") for one in session.samples()] == ["context", None]
