@@ -161,3 +161,13 @@ def test_the_end_of_the_engine_is_told_to_all(new_engine: NewEngine) -> None:
             await thread.failure
 
     played(engine, play)
+
+
+def test_a_function_that_ends_the_engine_is_answered(new_engine: NewEngine) -> None:
+    async def play(thread: EngineThread) -> None:
+        with pytest.raises(SpmdError, match="the engine has failed: division by zero"):
+            await asyncio.wait_for(thread.call(lambda: 1 / 0), 60)
+        with pytest.raises(ZeroDivisionError):
+            await thread.failure
+
+    played(new_engine(), play)
