@@ -53,7 +53,7 @@ class EnvironmentProgram:
 
     def __init__(self, cfg: AgentConfig) -> None:
         self._cfg, self._make = cfg, environment_maker(cfg)
-        self._limits = EpisodeLimits(cfg.max_turns, cfg.max_tokens_total)
+        self._limits: EpisodeLimits
 
     async def open(self, site: Site) -> None:
         turn_tokens = int(site.config["sampling"]["max_tokens"])
