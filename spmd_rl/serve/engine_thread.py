@@ -137,7 +137,7 @@ class EngineThread:
         except SpmdError as error:
             self._loop.call_soon_threadsafe(_fail, value, error)
             return
-        self._loop.call_soon_threadsafe(lambda: value.done() or value.set_result(result))
+        self._loop.call_soon_threadsafe(_give, value, result)
 
     def _news(self, output: StepOutput) -> tuple[list[tuple[int, int]], list[tuple[int, Sample]]]:
         """Return the tokens to show and the finished samples of a step, each with its ticket."""
@@ -166,9 +166,8 @@ class EngineThread:
             if opened is not None and opened.on_tokens is not None:
                 opened.on_tokens([token])
         for ticket, sample in samples:
-            opened = self._open.get(ticket)
-            if opened is not None and not opened.sample.done():
-                opened.sample.set_result(sample)
+            if opened := self._open.get(ticket):
+                _give(opened.sample, sample)
 
     def _refuse(self, ticket: int, error: SpmdError) -> None:
         if opened := self._open.get(ticket):
@@ -182,6 +181,12 @@ class EngineThread:
         self._refuse_all(SpmdError(f"the engine has failed: {error}"))
         if not self.failure.done():
             self.failure.set_exception(error)
+
+
+def _give(future: asyncio.Future[T], value: T) -> None:
+    """Give a value to who waits for it, if somebody still does."""
+    if not future.done():
+        future.set_result(value)
 
 
 def _fail(future: asyncio.Future[Any], error: SpmdError) -> None:
