@@ -22,8 +22,8 @@ from benchmarks.coded_engine import engine_of, measure
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.shapes import MIXTURE, QWEN3, write_config
 from benchmarks.table import Row
-from spmd_rl.model.low_precision.coded_cache import CacheFormat
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import CacheFormat
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.native.config import GPU_PAGE_SIZE, NativeEngineConfig
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import random_weights
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import kv_exponents
+from spmd_rl.model.formats.coded_tensors import as_codes, as_rounded, hold_codes
 from spmd_rl.model.hf import fill, own_parts
-from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.spec import ModelSpec

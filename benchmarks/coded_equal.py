@@ -26,7 +26,7 @@ from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import QWEN3, write_config
 from benchmarks.table import Row
 from spmd_rl.algo.packing import pack
-from spmd_rl.model.low_precision.coded_weights import coded_shapes
+from spmd_rl.model.formats.coded_weights import coded_shapes
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, SamplingConfig

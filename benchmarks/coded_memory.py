@@ -21,7 +21,7 @@ from benchmarks.coded_engine import DEVICE, engine_of, measure
 from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import MIXTURE, write_config
 from benchmarks.table import Row
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.formats import WeightFormat
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.native.config import NativeEngineConfig

@@ -25,7 +25,8 @@ from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from benchmarks.training import config, learner
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_sizes
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_weights import coded_sizes
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.plan.moves import plan_moves

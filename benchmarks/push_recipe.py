@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import spmd_rl as rl
 from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.formats import WeightFormat
 from spmd_rl.model.read import read_spec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def engine(
     """Return an engine with unset weights and little KV memory."""
     import torch
 
-    from spmd_rl.model.low_precision.coded_tensors import hold_codes
+    from spmd_rl.model.formats.coded_tensors import hold_codes
     from spmd_rl.model.network import CausalLM
     from spmd_rl.rollout.native.engine import NativeEngine
 

@@ -31,8 +31,8 @@ from benchmarks.record import compared, counted, measured
 from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, release, spec_of
 from spmd_rl.kernels import linear
+from spmd_rl.model.formats import WeightFormat
 from spmd_rl.model.linear import Linear
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ROW_SHARDS, WHOLE
 from spmd_rl.model.parts.shared_products import share_products

@@ -23,8 +23,7 @@ from benchmarks.kernels.timing import in_turns
 from benchmarks.moe_kernels import CHOSEN, EXPERTS, HIDDEN, INNER, new_layer, routes_of, weights_of
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.table import Row
-from spmd_rl.kernels.low_precision.code_format import CodeFormat
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.kernels.moe.coded_grouped_triton import coded_grouped_matmul
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses, addresses
@@ -32,7 +31,8 @@ from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 from spmd_rl.kernels.moe.grouped_tiles import GroupedTile, choose_tiles
 from spmd_rl.kernels.moe.order_triton import order_on_device
 from spmd_rl.kernels.moe.router import ExpertRoutes
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.types.code_format import CodeFormat
 
 BATCHES = (1, 8, 64, 256, 2048, 8192)
 LAYERS = 12
@@ -62,7 +62,9 @@ def pairs(x: Tensor, num_layers: int, own: CodeFormat) -> list[Pair]:
     for seed in range(num_layers):
         module = new_layer(seed).module
         parts = weights_of(module)
-        coded = ExpertWeights(*([own.quantised(one) for one in part] for part in parts))
+        coded = ExpertWeights(
+            *([block_codes.quantised(own, one) for one in part] for part in parts)
+        )
         plain = ExpertWeights(*([whole(one, x.dtype) for one in part] for part in coded))
         routes = routes_of(module, x)
         found.append(Pair(Experts(coded, KeptAddresses()), Experts(plain, KeptAddresses()), routes))
@@ -79,7 +81,7 @@ def measure(batch: int, own: CodeFormat) -> Iterator[Row]:
         lambda one: one.plain.output(x, one.routes),
     ]
     coded, plain = in_turns(ways, given, rounds=1)
-    what = f"{own.layout.name}: experts, {batch} tokens"
+    what = f"{own.name}: experts, {batch} tokens"
     print(f"{what}: {coded:.2f} us, bf16 {plain:.2f} us, {plain / coded:.2f}x", flush=True)
     yield compared(what, coded, "us", peer="bf16", peer_value=plain)
     yield counted(f"{what}, equal bits", same)
@@ -89,9 +91,9 @@ def possible_tiles(m: int, own: CodeFormat) -> list[GroupedTile]:
     """Return tiles of m rows that fit into shared memory."""
     found = []
     for width, step, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4, 6)):
-        if own.layout.per_byte > 1 and step < BLOCK:
+        if own.per_byte > 1 and step < own.block_columns:
             continue
-        bytes_of_stage = 2 * width * step // own.layout.per_byte + 2 * m * step
+        bytes_of_stage = 2 * width * step // own.per_byte + 2 * m * step
         if stages * bytes_of_stage + 2 * width * step <= SHARED_BYTES:
             found.append(GroupedTile(m, width, step, warps, stages, swap=True))
     return found

@@ -23,10 +23,12 @@ from benchmarks.kernels.timing import in_turns
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.table import Row
 from spmd_rl.kernels import linear
-from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.coded_gemm import WarpTile, warp_matmul_into
-from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.products import coded_linear
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.types.code_format import CodeFormat
 
 FUSED = ("qkv", "o", "gate_up", "down")  # products of an engine
 MULTIPROCESSORS, REGISTERS = 132, 1 << 16
@@ -42,8 +44,10 @@ def products() -> dict[str, tuple[int, int]]:
 
 def cold_codes(n: int, k: int, own: CodeFormat) -> list[BlockCodes]:
     """Return as many bytes of weights as of bf16."""
-    times = 16 // own.layout.bits
-    return [own.quantised(weight) for _ in range(times) for weight in cold_weights(n, k)]
+    times = 16 // own.bits
+    return [
+        block_codes.quantised(own, weight) for _ in range(times) for weight in cold_weights(n, k)
+    ]
 
 
 def differing(x: Tensor, weight: BlockCodes) -> int:
@@ -64,7 +68,7 @@ def measure(name: str, n: int, k: int, own: CodeFormat) -> list[Row]:
             pairs,
             rounds=4,
         )
-        what = f"{own.layout.name}: {name} {n}x{k}, {m} rows"
+        what = f"{own.name}: {name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="bf16", peer_value=bf16))
         print(f"{what}: {ours:.2f} us, bf16 {bf16:.2f} us, {bf16 / ours:.2f}x", flush=True)
         found.append(counted(f"{what}, equal bits", [differing(x, coded[0]) == 0]))
@@ -116,7 +120,7 @@ def tune(name: str, n: int, k: int, own: CodeFormat) -> None:
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = x.new_empty(m, n)
-        tiles = possible_tiles(m, n, own.layout.bits)
+        tiles = possible_tiles(m, n, own.bits)
         ways = [
             lambda weight, tile=tile: warp_matmul_into(out, x, weight, None, tile)  # noqa: B023
             for tile in tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.low_precision.coded_cache import check_alike
+from spmd_rl.model.formats.coded_cache import check_alike
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.train.config import TrainerConfig
 

@@ -18,8 +18,8 @@ from spmd_rl.microscope.replay.forward_pass import (
     load_model,
 )
 from spmd_rl.microscope.replay.fsdp2_pass import fsdp2_pass
+from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.parts.part import WHOLE, row_shards_of_run
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
@@ -92,7 +92,7 @@ def _experts_of(context: RoleContext | None) -> ExpertRanks | None:
 def _exponents(role: dict[str, Any]) -> Exponents | None:
     """Return the scales of a role's keys and values in 8 bits; None where they are not."""
     keys, values = role.get(EXPONENTS, (0, 0))
-    return (keys, values) if role.get(CACHE) == "e4m3" else None
+    return (keys, values) if role.get(CACHE, "full") != "full" else None
 
 
 def _engine_config(engine: dict[str, Any], share_prompts: bool) -> NativeEngineConfig:

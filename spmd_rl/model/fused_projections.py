@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.swiglu import is_one_kernel
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.linear import Linear
 
@@ -131,7 +131,7 @@ def join(projections: Sequence[Linear]) -> FusedProjections | None:
     codes = None
     if projections[0].has_codes:
         each = projections[0].codes
-        height = each.format.layout.block_rows
+        height = each.format.block_rows
         if any(one.out_features % height for one in projections[:-1]):
             return None
         codes = BlockCodes(weight, others.pop(), each.num_columns, each.format)

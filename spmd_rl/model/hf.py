@@ -16,19 +16,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, E4M3
+from spmd_rl.kernels.low_precision.block_codes import decode, torch_dtype
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats.coded_tensors import (
+    as_codes,
+    as_rounded,
+    format_written_as,
+    holds_codes,
+)
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.formats.folders import CONFIG_KEY, file_formats, quantization_config
 from spmd_rl.model.lora import B
-from spmd_rl.model.low_precision.block_fp8 import CONFIG_KEY, quantization_config
-from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, holds_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights, unused_tensors
 from spmd_rl.observe import atomic_write
-from spmd_rl.weights.plan.layout import Box
 
 SHARD_BYTES = 4 << 30
 TypedTensor = tuple[str, Tensor, torch.dtype]  # a tensor's name, and the dtype to write it in
@@ -83,13 +88,14 @@ def _stored(file: Any, one: StoredTensor) -> Tensor:
 
 
 def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tensor:
-    """Return what a stored weight in block FP8 stands for, in float32.
+    """Return what a stored weight in few bits stands for, in float32.
 
     A scale may be zero where all codes of its block are, as some programs write such a block.
     Raises: ConfigError for other scales and codes that stand for no number.
     """
-    found = _checked_scales(scales)
-    numbers = E4M3.decode(codes, found, codes.shape[1], torch.float32)
+    found = _checked_scales(scales, codes.dtype)
+    code_format = file_formats()[weight.dtype]
+    numbers = decode(code_format, codes, found, weight.shape[1], torch.float32)
     if not torch.isfinite(numbers).all():
         raise ConfigError(f"{weight.path}: {weight.key} holds NaN: convert the model again")
     if not found.all() and ((numbers == 0) & (codes.float() != 0)).any():
@@ -100,10 +106,10 @@ def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tenso
     return numbers
 
 
-def _checked_scales(scales: StoredTensor) -> Tensor:
+def _checked_scales(scales: StoredTensor, code_dtype: torch.dtype) -> Tensor:
     with safe_open(scales.path, framework="pt") as file:
         found = file.get_tensor(scales.key).float()
-    if not ((found >= 0) & torch.isfinite(found * torch.finfo(CODE).max)).all():
+    if not ((found >= 0) & torch.isfinite(found * torch.finfo(code_dtype).max)).all():
         raise ConfigError(
             f"{scales.path}: {scales.key} holds scales that are negative or NaN, or so large that "
             "weights are not finite: convert the model again"
@@ -132,8 +138,7 @@ def own_parts(
     boxes = model.part.boxes(model.spec) if model.part.count > 1 else {}
     for name, tensor in weights:
         if name in boxes:
-            whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-            tensor = tensor[boxes[name].within(whole)]
+            tensor = tensor[boxes[name].index]
         yield name, tensor
 
 
@@ -197,17 +202,19 @@ def save_folder(
     Weights come from `tensors`; config and tokenizer files are copied from the folder `like`, and
     so are tensors that the network does not use. Fixed parameters stay float32. The folder is
     written beside its final name, then renamed over an earlier one, so it is never seen half
-    written. With codes as `dtype`, it is in block FP8, and what is not in 8 bits is in bfloat16.
+    written. With the dtype of a format's codes, what is not in few bits is in bfloat16.
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
     spec, extra = read_spec(like), dict[str, Any]()
     dtypes = dict.fromkeys(spec.fixed_names(), torch.float32)
-    if dtype == CODE:
-        dtype, tensors = torch.bfloat16, as_codes(tensors, spec, "e4m3")
-        extra[CONFIG_KEY] = quantization_config(spec)
-        for name in coded_shapes(spec, "e4m3"):
-            dtypes |= {name: CODE, scale_name(name): torch.float32}
+    if (weights := format_written_as(dtype)) != "full":
+        tensors = as_codes(tensors, spec, weights)
+        extra[CONFIG_KEY] = quantization_config(spec, FORMATS[weights])
+        scale_dtype = torch_dtype(FORMATS[weights].scale_dtype)
+        for name in coded_shapes(spec, weights):
+            dtypes |= {name: dtype, scale_name(name): scale_dtype}
+        dtype = torch.bfloat16
     _copy_config_and_tokenizer(Path(like), part, dtype, head, extra)
     typed = ((name, one, dtypes.get(name, dtype)) for name, one in tensors)
     unused = ((name, one, one.dtype) for name, one in read_stored(unused_tensors(like)))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.row_shards import SharedProduct
-from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat, Weight
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight, rounded, torch_dtype
 from spmd_rl.kernels.low_precision.products import coded_linear, whole
+from spmd_rl.types.code_format import CodeFormat
 
 
 class Factors(NamedTuple):
@@ -55,13 +56,15 @@ class Linear(nn.Linear):
 
     def hold_codes(self, code_format: CodeFormat) -> None:
         """Have codes and scales in place of the weight, unset. No gradient can be taken."""
-        layout, device = code_format.layout, self.weight.device
-        whole = self.out_features, self.in_features
-        codes = torch.empty(layout.code_shape(whole), dtype=code_format.code_dtype, device=device)
-        shape = layout.scale_shape(whole)
-        scales = torch.empty(shape, dtype=code_format.scale_dtype, device=device)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+        whole, device = (self.out_features, self.in_features), self.weight.device
+        codes, scales = (
+            nn.Parameter(torch.empty(shape, dtype=torch_dtype(dtype), device=device), False)
+            for shape, dtype in (
+                (code_format.code_shape(whole), code_format.code_dtype),
+                (code_format.scale_shape(whole), code_format.scale_dtype),
+            )
+        )
+        self.weight, self.weight_scale_inv = codes, scales
         self.format = code_format
 
     def adapt(self, rank: int, scale: float) -> None:
@@ -90,7 +93,7 @@ class Linear(nn.Linear):
         """Return what a pass in `dtype` multiplies with, without a gradient."""
         if self.master_scales is not None:
             assert self.format is not None
-            return self.format.rounded(self.weight.detach(), self.master_scales, dtype)
+            return rounded(self.format, self.weight.detach(), self.master_scales, dtype)
         return self.codes if self.has_codes else self.weight.to(dtype)
 
     @property

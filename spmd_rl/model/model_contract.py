@@ -20,6 +20,7 @@ _OWN = ("network", "linear", "fused_projections", "rope_frequencies", "parts/sha
 SOURCES = (
     *(Path(__file__).parent / f"{name}.py" for name in _OWN),
     *sorted(Path(__file__).with_name("layers").glob("*_module.py")),
+    *sorted(Path(__file__).with_name("formats").glob("*.py")),
 )
 
 

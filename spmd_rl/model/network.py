@@ -30,12 +30,12 @@ from spmd_rl.kernels.linear.row_shards import shared_logits
 from spmd_rl.kernels.linear.shard_gradients import all_rows, gathered_columns
 from spmd_rl.kernels.rowwise.embedding import embed_shared
 from spmd_rl.kernels.vocab.lm_head import HeadRows
+from spmd_rl.model.formats.coded_cache import Exponents, cache_rule, require_keys
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
 from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.low_precision.coded_cache import Exponents, cache_rule, require_keys
 from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.parts.part import WHOLE, ModelPart, vocab_part_rows
 from spmd_rl.model.parts.shared_products import share_products

@@ -9,6 +9,7 @@ from pathlib import Path
 from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.formats.folders import check_quantization
 from spmd_rl.model.json_fields import (
     MOST_LAYERS,
     MOST_POSITIONS,
@@ -16,7 +17,6 @@ from spmd_rl.model.json_fields import (
     parse_object,
     read_object,
 )
-from spmd_rl.model.low_precision.block_fp8 import check_quantization
 from spmd_rl.model.rope_spec import rope_spec
 from spmd_rl.model.spec import Head, ModelSpec
 

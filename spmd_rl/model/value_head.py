@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels.contract import digest_of
-from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.scorer import ScoredTokens, hidden_states

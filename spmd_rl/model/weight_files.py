@@ -7,23 +7,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.formats.coded_weights import scale_name
+from spmd_rl.model.formats.folders import file_formats
 from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.layers.moe import STACKED_IN_FILES
-from spmd_rl.model.low_precision.block_fp8 import scales_shape
-from spmd_rl.model.low_precision.coded_weights import scale_name
 from spmd_rl.model.read import ADAPTER, head_of, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
+from spmd_rl.types.code_format import CodeFormat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-CODES, POWERS = "F8_E4M3", "F8_E8M0"  # of weights in block FP8, and of their scales
-SCALES = ("F32", "F16", "BF16", POWERS)
+SCALES = ("F32", "F16", "BF16", "F8_E8M0")  # of weights in few bits
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, with its name there; `scales` are those of one in block FP8.
+    """A tensor in a file, with its name there; `scales` are those of one in few bits.
 
     With `expert`, it is a part of what the file holds: the rows of one expert, from a first one on.
     """
@@ -86,25 +86,31 @@ def _inside(index: Path, name: str) -> Path:
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's weight files by its name; only headers are read.
 
-    Raises: as `tensors_in`; ConfigError for weights in 8 bits without scales of their blocks.
+    Raises: as `tensors_in`; ConfigError for weights in few bits without scales of their blocks.
     """
-    found = tensors_in(weight_files(folder), (*DTYPES, CODES, POWERS))
-    for key in [key for key, one in found.items() if one.dtype == CODES]:
-        found[key] = _with_scales(found[key], found.pop(scale_name(key), None))
+    formats = file_formats()
+    found = tensors_in(weight_files(folder), (*DTYPES, *SCALES, *formats))
+    for key in [key for key, one in found.items() if one.dtype in formats]:
+        code_format, scales = formats[found[key].dtype], found.pop(scale_name(key), None)
+        found[key] = _with_scales(found[key], scales, code_format)
     return found
 
 
-def _with_scales(codes: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
-    """Return a weight in block FP8. Raises: ConfigError for scales of another shape."""
+def _with_scales(
+    codes: StoredTensor, scales: StoredTensor | None, code_format: CodeFormat
+) -> StoredTensor:
+    """Return a weight in few bits. Raises: ConfigError for scales of another shape."""
     if scales is not None and scales.dtype not in SCALES:
         raise ConfigError(
             f"{scales.path} holds {scales.key} as {scales.dtype}, and scales are one of "
             f"{', '.join(SCALES)}"
         )
-    if scales is None or len(codes.shape) != 2 or scales.shape != scales_shape(codes.shape):
+    shape = code_format.scale_shape(codes.shape) if len(codes.shape) == 2 else None
+    if scales is None or scales.shape != shape:
         raise ConfigError(
-            f"{codes.path} holds {codes.key} in 8 bits, and not {scale_name(codes.key)} with a "
-            "scale for each block of 128 x 128"
+            f"{codes.path} holds {codes.key} in {code_format.bits} bits, and not "
+            f"{scale_name(codes.key)} with a scale for each block of {code_format.block_rows} x "
+            f"{code_format.block_columns}"
         )
     return codes._replace(scales=scales)
 

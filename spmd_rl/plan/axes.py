@@ -5,8 +5,8 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.formats.coded_cache import check_alike
 from spmd_rl.model.layers.expert_shares import check_shares
-from spmd_rl.model.low_precision.coded_cache import check_alike
 from spmd_rl.model.parts.part import check_parts
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head

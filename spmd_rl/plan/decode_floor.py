@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from spmd_rl.model.low_precision.coded_weights import coded_sizes
+from spmd_rl.model.formats.coded_weights import coded_sizes
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.memory import expert_elements, item_bytes, sequence_kv_bytes, weight_bytes

@@ -12,13 +12,13 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from spmd_rl.mesh.split import Placements
+from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats.coded_weights import coded_shapes
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.gpu_overhead import Peers
 from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.train.cost.memory import dtype_on_gpu
-from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Dims
 from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
 
@@ -104,10 +104,10 @@ def _kinds(
 
     Scales of codes are not counted: they are at most a thirtieth of their codes.
     """
-    coded, layout = coded_shapes(spec, weights), LAYOUTS.get(weights)
+    coded = coded_shapes(spec, weights)
     return Counter(
-        (layout.code_shape(coded[name]), layout.code_dtype)
-        if layout is not None and name in coded
+        (FORMATS[weights].code_shape(coded[name]), FORMATS[weights].code_dtype)
+        if name in coded
         else (shape, dtype)
         for name, shape in lora.trained_shapes(spec).items()
     )

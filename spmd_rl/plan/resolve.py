@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
-from spmd_rl.model.low_precision.coded_cache import format_sentences
+from spmd_rl.model.formats.coded_cache import format_sentences
 from spmd_rl.model.parts.part import most_row_shards
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec

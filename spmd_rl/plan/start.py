@@ -12,7 +12,7 @@ from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.mesh.world import World
-from spmd_rl.model.low_precision.coded_cache import format_sentences
+from spmd_rl.model.formats.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import GPUS_PER_HOST, planned_settings, resolve, row_shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.model.low_precision.coded_cache import CacheFormat, require_keys
+from spmd_rl.model.formats.coded_cache import CacheFormat, require_keys
 from spmd_rl.model.spec import ModelSpec
 
 

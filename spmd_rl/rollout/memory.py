@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from spmd_rl.model.formats.coded_weights import coded_sizes
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.low_precision.coded_weights import coded_sizes
 from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes

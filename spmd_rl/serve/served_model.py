@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.formats.coded_tensors import as_codes
 from spmd_rl.model.hf import fill
 from spmd_rl.model.lora import AdaptedBase
-from spmd_rl.model.low_precision.coded_tensors import as_codes
 from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.config import NativeEngineConfig

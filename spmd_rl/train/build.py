@@ -12,9 +12,9 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.formats.coded_cache import kv_exponents
+from spmd_rl.model.formats.coded_tensors import as_rounded
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
-from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_tensors import as_rounded
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.peft_folder import read_adapters

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.low_precision.block_codes import torch_dtype
+from spmd_rl.model.formats.folders import file_formats
 from spmd_rl.train.checkpoint.export import MERGED_NOTE, export_saved
 from spmd_rl.train.checkpoint.model_card import write_card
 from spmd_rl.train.checkpoint.saved_run import (
@@ -18,7 +20,9 @@ from spmd_rl.train.checkpoint.saved_run import (
     trainer_of,
 )
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16} | {
+    one.name: torch_dtype(one.code_dtype) for one in file_formats().values()
+}
 
 
 def main(words: list[str]) -> int:

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.layers.layer import Recompute
-from spmd_rl.model.lora import AdaptedBase, LoraConfig
-from spmd_rl.model.low_precision.coded_cache import (
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import (
     FORMATS,
     CacheFormat,
     Exponents,
     check_cache,
 )
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.layers.layer import Recompute
+from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 
 # Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, a
@@ -203,7 +203,7 @@ class TrainerConfig:
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
         check_cache(self)
-        if self.cache == "e4m3":
+        if self.cache != "full":
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CACHE)
         self.backend.check_beside(self.optimizer.kind, self.freeze, self.attention_split)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
-from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, PiecesByKind, whole_box
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from spmd_rl.mesh.role_context import RoleContext
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,10 @@ class LocalTensor:
     @property
     def dtype(self) -> str:
         return str(self.local.dtype).removeprefix("torch.")
+
+    def piece(self, name: str) -> Piece:
+        """Return what this is as plain data."""
+        return Piece(name, self.shape, self.dtype, self.box)
 
 
 class LocalTensors(Mapping[str, LocalTensor]):
@@ -40,11 +51,10 @@ class LocalTensors(Mapping[str, LocalTensor]):
     @classmethod
     def whole(cls, named: Mapping[str, Tensor]) -> LocalTensors:
         """Wrap parameters that this rank holds in full, as an engine does."""
-        tensors = {}
-        for name, tensor in named.items():
-            shape = tuple(tensor.shape)
-            tensors[name] = LocalTensor(shape, Box((0,) * len(shape), shape), tensor)
-        return cls(tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        return cls(
+            {name: LocalTensor(one, whole_box(one), named[name]) for name, one in shapes.items()}
+        )
 
     def __getitem__(self, name: str) -> LocalTensor:
         return self._tensors[name]
@@ -57,7 +67,16 @@ class LocalTensors(Mapping[str, LocalTensor]):
 
     def layout(self, rank: int) -> Layout:
         """Describe these tensors as plain data; `rank` is this process's rank in the world."""
-        pieces = [
-            Piece(name, tensor.shape, tensor.dtype, tensor.box) for name, tensor in self.items()
-        ]
-        return Layout(rank, tuple(pieces))
+        return Layout(rank, tuple(tensor.piece(name) for name, tensor in self.items()))
+
+
+NamedTensors = Sequence[tuple[str, LocalTensor]]  # a name may have several boxes
+
+
+def pieces_of_ranks(
+    state: Mapping[str, NamedTensors], context: RoleContext, group: ProcessGroup | None = None
+) -> list[PiecesByKind]:
+    """Return which pieces every rank of a role has, by kind. Ranks: all of the role."""
+    own = {kind: [one.piece(name) for name, one in tensors] for kind, tensors in state.items()}
+    blobs = context.all_gather_bytes(msgspec.msgpack.encode(own), group)
+    return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]

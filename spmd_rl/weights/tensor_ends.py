@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -30,8 +32,7 @@ class LocalPieces:
         return ((name, piece) for name, pieces in self._by_name.items() for piece in pieces)
 
     def layout(self, rank: int) -> Layout:
-        pieces = (Piece(name, one.shape, one.dtype, one.box) for name, one in self.named())
-        return Layout(rank, tuple(pieces))
+        return Layout(rank, tuple(one.piece(name) for name, one in self.named()))
 
     def find(self, name: str, box: Box) -> LocalTensor:
         """Return the piece that `box` is a part of."""
@@ -47,24 +48,45 @@ class LocalPieces:
         return memory if piece.box == box else memory[box.within(piece.box)]
 
 
+class LazyTensor(NamedTuple):
+    """A piece that is made whenever it is read, so that it takes no memory.
+
+    `write` writes a part of it to a tensor.
+    """
+
+    piece: Piece
+    write: Callable[[Box, Tensor], object]
+
+
 class TensorSource:
     """Implements `ends.WeightSource` over the memory that a trainer updates in place.
 
-    `on_open` is called before each push.
+    `on_open` is called before each push. Pieces of `lazy` are made of that memory on the way.
     """
 
-    def __init__(self, tensors: NamedPieces, on_open: Callable[[], None] = do_nothing) -> None:
+    def __init__(
+        self,
+        tensors: NamedPieces,
+        on_open: Callable[[], None] = do_nothing,
+        lazy: Iterable[LazyTensor] = (),
+    ) -> None:
         self._pieces = LocalPieces(tensors)
+        self._lazy = {one.piece.name: one for one in lazy}
         self.open = on_open
 
     def layout(self, rank: int) -> Layout:
-        return self._pieces.layout(rank)
+        lazy = (one.piece for one in self._lazy.values())
+        return Layout(rank, (*self._pieces.layout(rank).pieces, *lazy))
 
     def view(self, name: str, box: Box) -> Tensor | None:
-        return self._pieces.memory(name, box)
+        return None if name in self._lazy else self._pieces.memory(name, box)
 
+    @torch.no_grad()
     def read(self, name: str, box: Box, out: Tensor) -> None:
-        out.copy_(self._pieces.memory(name, box))
+        if name in self._lazy:
+            self._lazy[name].write(box, out)
+        else:
+            out.copy_(self._pieces.memory(name, box))
 
 
 class TensorSink:

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     trainer: dict[str, Any] = TRAINER
 
 
-LAYOUTS = {
+FORMATS = {
     "one rank": Case("qwen3", 1, {}, WHOLE),
     "tp 2": Case("qwen2", 2, {"tp": 2}, WHOLE),
     "tp 2, sequence parallel": Case("qwen3", 2, {"tp": 2}, SP),
@@ -110,14 +110,14 @@ def check_against(found: dict[str, Tensors], expected: Reference) -> None:
         assert float(difference.max()) <= 2e-4, name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_step_is_that_of_transformers(
     name: str,
     folder_of: Callable[[str], Path],
     reference_of: Callable[[str], Reference],
     tmp_path: Path,
 ) -> None:
-    case = LAYOUTS[name]
+    case = FORMATS[name]
     expected = reference_of(case.family)
     report, found = launch(case, folder_of(case.family), tmp_path)
     scores = torch.tensor(report["scores"][0])
@@ -145,7 +145,7 @@ def test_rows_in_another_order_are_found(
     tmp_path: Path,
 ) -> None:
     """A rule that is wrong both ways gives the same folder back: outputs alone tell."""
-    case = LAYOUTS[layout]
+    case = FORMATS[layout]
     expected = reference_of(case.family)
     report, found = launch(case, folder_of(case.family), tmp_path, bug=bug)
     assert largest_difference(found["start"], expected.start) == 0
@@ -191,7 +191,7 @@ def test_moments_in_host_memory_change_no_step(
     case: str, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Two steps with them, and a third without them from their checkpoint, are three without."""
-    at = LAYOUTS[case]
+    at = FORMATS[case]
     slow = TRAINER | {"lr": 1e-4, "eps": 1e-4}
     model, folder = folder_of(at.family), str(tmp_path / "1.ckpt")
     streamed = {**(at.backend or {}), "offload": "moments"}
@@ -228,8 +228,8 @@ def test_a_checkpoint_of_cut_experts_goes_on_with_whole_ones(
 ) -> None:
     model, folder = folder_of("qwen3_moe"), str(tmp_path / "1.ckpt")
     slow = TRAINER | {"lr": 1e-4, "eps": 1e-4}
-    cut = LAYOUTS["tp 2 x ep 2 x etp 2"]._replace(trainer=slow)
-    alone = LAYOUTS["experts on one rank"]._replace(trainer=slow)
+    cut = FORMATS["tp 2 x ep 2 x etp 2"]._replace(trainer=slow)
+    alone = FORMATS["experts on one rank"]._replace(trainer=slow)
     _, one = launch(cut, model, tmp_path / "1", (0,), save=folder)
     _, two = launch(alone, model, tmp_path / "2", (1,), load=folder)
     assert largest_difference(two["start"], one["weights"]) == 0

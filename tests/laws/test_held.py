@@ -1,5 +1,5 @@
 """What a rank holds is said in `model/held`: boxes are made there and in `weights` alone, and few
-files know of three ways to share or store a model.
+files know of three ways to share or store a model. What a number format is, `model/formats` says.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ import ast
 import re
 from collections.abc import Iterable
 
+from spmd_rl.model.formats import FORMATS
 from tests.laws.source import Module, calls, package_modules, parse
 
 MAKERS = {"Box", "chunk_box", "chunk_of_box", "range_box", "part_box"}
 # other files that make boxes, and of what
 ELSEWHERE = {
     "spmd_rl.model.families.rules": "rows of Megatron-core's parameters",
-    "spmd_rl.model.hf": "whole tensors of a folder",
-    "spmd_rl.rollout.sglang.child_weights": "whole tensors, which SGLang loads itself",
     "spmd_rl.train.checkpoint.checkpoint_index": "boxes that a checkpoint names",
-    "spmd_rl.train.checkpoint.shards": "whole tensors of a checkpoint",
-    "spmd_rl.train.fsdp2.coded_source": "codes and scales of rows",
+    "spmd_rl.train.fsdp2.sources": "codes and scales of rows",
     "spmd_rl.train.megatron.optimizer": "flat chunks of Megatron-core's optimizer",
     "spmd_rl.train.megatron.parameters": "rectangles of Megatron-core's parameters",
     "spmd_rl.train.optimizer.adamw": "scales of moments in 8 bits",
@@ -27,7 +25,7 @@ ELSEWHERE = {
 }
 FEATURES = {
     "experts": r"expert|moe|mixture",
-    "codes": r"coded|\bcodes|code_format|code_layout|e4m3|int4|fp8",
+    "codes": r"coded|\bcodes|code_format|e4m3|int4|fp8",
     "tp": r"(?<![a-z])tp(?![a-z])|row_shards|tensor_parallel|tensor_shards|shard_exchange",
     "cp": r"(?<![a-z])cp(?![a-z])|sequence_shards|sequence_axis",
     "adapters": r"lora|adapter",
@@ -42,6 +40,18 @@ def makers_of_boxes(modules: Iterable[Module]) -> set[str]:
         module.name
         for module in modules
         if not module.name.startswith(rooms) and MAKERS & {name for name, _ in calls(module)}
+    }
+
+
+def namers_of_formats(modules: Iterable[Module]) -> set[str]:
+    """Files outside of `model/formats`, `kernels` and configs that name a number format."""
+    rooms = ("spmd_rl.model.formats", "spmd_rl.kernels")
+    return {
+        module.name
+        for module in modules
+        if not module.name.startswith(rooms) and not module.name.endswith(".config")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in FORMATS
     }
 
 
@@ -75,6 +85,16 @@ def test_few_files_know_of_many_ways_to_hold_a_model() -> None:
     found = {module.name: features_of(module) for module in package_modules()}
     many = {name: features for name, features in found.items() if len(features) >= MANY}
     assert len(many) <= FILES_OF_MANY, many
+
+
+def test_formats_are_named_where_they_are_said() -> None:
+    assert namers_of_formats(package_modules()) == set()
+
+
+def test_a_planted_name_of_a_format_is_seen() -> None:
+    text = 'def f(cfg):\n    return cfg.weights == "int4"\n'
+    for name, found in (("train.trainer", 1), ("train.config", 0), ("model.formats.int4", 0)):
+        assert len(namers_of_formats([parse(f"spmd_rl.{name}", text)])) == found
 
 
 def test_a_planted_box_is_seen() -> None:

@@ -13,7 +13,7 @@ from spmd_rl.kernels.linear.dispatch import has_wgmma, matmul
 from spmd_rl.kernels.linear.tiles import SHARED_ROWS, choose_tile
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
 from spmd_rl.kernels.low_precision import rounding_triton
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.coded_gemm import (
     MOST_ROWS,
     choose_warp_tile,
@@ -71,8 +71,8 @@ def _fits(x: Tensor, codes: Tensor) -> bool:
 
 def decode_on_gpu(weight: BlockCodes) -> Tensor:
     """Return what a whole weight stands for, in bf16."""
-    layout, codes, scales = weight.format.layout, weight.codes, weight.scales
-    return rounding_triton.decode_on_gpu(layout, codes, scales, weight.num_columns)
+    codes, scales = weight.codes, weight.scales
+    return rounding_triton.decode_on_gpu(weight.format, codes, scales, weight.num_columns)
 
 
 def choose_coded_tile(m: int, n: int) -> CodedTile | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.runtime.nvrtc import kernel, launch_dependent
 
 SOURCE = Path(__file__).with_name("coded_gemm.cu")
@@ -107,7 +107,7 @@ def warp_matmul_into(
     Shape: out [M, N] bf16 with contiguous rows, x [M, K] bf16 whose rows begin at multiples of 16
     bytes, as contiguous codes do, bias [N]. K is a multiple of 16.
     """
-    (m, k), n, bits = x.shape, out.shape[1], weight.format.layout.bits
+    (m, k), n, bits = x.shape, out.shape[1], weight.format.bits
     numbers = m, n, k, weight.codes.stride(0), x.stride(0), out.stride(0)
     early = torch.cuda.is_current_stream_capturing()  # codes are read before kernels ahead end
     with torch.cuda.device(x.device):

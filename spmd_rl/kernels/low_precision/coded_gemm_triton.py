@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.unpack_triton import products_of, scale_offset
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
-from spmd_rl.types.code_layout import BLOCK
 
 COPY_UNIT = 16  # columns: the copy engine moves rows of whole units of 16 bytes
 
@@ -48,15 +47,16 @@ def coded_matmul_into(
     `COPY_UNIT`.
     """
     (m, k), n = x.shape, out.shape[1]
-    codes, layout = weight.codes.view(torch.uint8), weight.format.layout
-    assert layout.per_byte == 1 or tile.k == BLOCK, "a byte has codes of both halves of a block"
-    part = tile.k // layout.per_byte
+    codes, code_format = weight.codes.view(torch.uint8), weight.format
+    block, per_byte = code_format.block_columns, code_format.per_byte
+    assert per_byte == 1 or tile.k == block, "a byte has codes of both halves of a block"
+    part = tile.k // per_byte
     _coded_matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
         TensorDescriptor.from_tensor(x, [tile.m, part]),
         TensorDescriptor.from_tensor(codes, [tile.n, part]),
         weight.scales, out if bias is None else bias, out, m, n, k, out.stride(0),
-        bias is not None, tile.m, tile.n, tile.k, BLOCK,
-        layout.block_rows, layout.bits,
+        bias is not None, tile.m, tile.n, tile.k, block,
+        code_format.block_rows, code_format.bits,
         num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
 

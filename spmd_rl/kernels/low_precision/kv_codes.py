@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.kernels.runtime.differentiable import call
 
 LARGEST = 448.0  # of all codes
@@ -42,7 +41,7 @@ def encode_kv(x: Tensor, exponent: int, clipped: Tensor | None = None) -> Tensor
     scaled = x.float() * 2.0**-exponent
     if clipped is not None:
         clipped += (scaled.abs() > LARGEST).sum()
-    return scaled.clamp_(-LARGEST, LARGEST).to(CODE).view(torch.uint8)
+    return scaled.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def decode_pages(codes: Tensor, pages: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +82,8 @@ class _Rounding(torch.autograd.Function):
 
 def _decode(codes: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
     # On a CPU, a table of all codes takes half of the time of a conversion.
-    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(CODE).float()
+    all_codes = torch.arange(256, dtype=torch.uint8, device=codes.device)
+    table = all_codes.view(torch.float8_e4m3fn).float()
     numbers = (table * 2.0**exponent).to(dtype)
     return numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 

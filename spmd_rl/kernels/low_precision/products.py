@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.linear import is_exact, linear
-from spmd_rl.kernels.low_precision.code_format import BlockCodes, Weight
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight
 
 
 def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> Tensor:
@@ -14,7 +14,7 @@ def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> T
 
     Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
     """
-    if is_exact(x):
+    if is_exact(x) and weight.format.has_kernels:
         from spmd_rl.kernels.low_precision.coded_dispatch import coded_matmul
 
         return coded_matmul(x, weight, bias)

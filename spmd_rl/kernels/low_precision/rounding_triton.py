@@ -11,45 +11,47 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.low_precision.unpack_triton import nearest_codes, numbers_of
-from spmd_rl.types.code_layout import BLOCK, CodeLayout
+from spmd_rl.types.code_format import CodeFormat
 
 ROWS = 32  # of a program
 ALIGN_BYTES = 16  # what one load of a thread takes
 
 
 def encode_on_gpu(
-    layout: CodeLayout,
+    code_format: CodeFormat,
     values: Tensor,
     scales: Tensor,
     first_row: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the codes of rows from `first_row` on, as `CodeFormat.encode` does."""
+    """Return the codes of rows from `first_row` on, as `block_codes.encode` does."""
     if out is None:
-        shape = layout.code_shape(tuple(values.shape))
-        out = values.new_empty(shape, dtype=getattr(torch, layout.code_dtype))
+        shape = code_format.code_shape(tuple(values.shape))
+        out = values.new_empty(shape, dtype=getattr(torch, code_format.code_dtype))
     codes = out.view(torch.uint8)
-    _launch(layout, values, scales, codes, first_row, values.shape[1], encodes=True, decodes=False)
+    columns = values.shape[1]
+    _launch(code_format, values, scales, codes, first_row, columns, encodes=True, decodes=False)
     return out
 
 
 def rounded_on_gpu(
-    layout: CodeLayout, values: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int
+    code_format: CodeFormat, values: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int
 ) -> Tensor:
-    """Return what the codes of rows from `first_row` on stand for, as `CodeFormat.rounded`."""
+    """Return what the codes of rows from `first_row` on stand for, as `block_codes.rounded`."""
     out = values.new_empty(values.shape, dtype=dtype)
-    _launch(layout, values, scales, out, first_row, values.shape[1], encodes=True, decodes=True)
+    columns = values.shape[1]
+    _launch(code_format, values, scales, out, first_row, columns, encodes=True, decodes=True)
     return out
 
 
 def round_each_on_gpu(
-    layout: CodeLayout,
+    code_format: CodeFormat,
     values: Sequence[Tensor],
     scales: Sequence[Tensor],
     out: Tensor,
     first_row: int,
 ) -> None:
-    """Write what the codes of several weights stand for, as `CodeFormat.rounded_each`, by one
+    """Write what the codes of several weights stand for, as `block_codes.rounded_each`, by one
     launch. Weights and scales are contiguous.
 
     Shape: E values [n, K], out [E, at least n, K].
@@ -62,16 +64,18 @@ def round_each_on_gpu(
     _round[(triton.cdiv(num_rows, ROWS) * blocks, len(values))](
         _pointers(values), _pointers(scales), out, num_rows, num_columns, num_columns, num_columns,
         first_row, blocks, out.stride(0), True, is_aligned, True, True,
-        ROWS, BLOCK, layout.block_rows, layout.bits,
+        ROWS, code_format.block_columns, code_format.block_rows, code_format.bits,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def decode_on_gpu(layout: CodeLayout, codes: Tensor, scales: Tensor, num_columns: int) -> Tensor:
+def decode_on_gpu(
+    code_format: CodeFormat, codes: Tensor, scales: Tensor, num_columns: int
+) -> Tensor:
     """Return what a whole weight stands for, in bf16."""
     out = codes.new_empty(len(codes), num_columns, dtype=torch.bfloat16)
     packed = codes.view(torch.uint8)
-    _launch(layout, packed, scales, out, 0, num_columns, encodes=False, decodes=True)
+    _launch(code_format, packed, scales, out, 0, num_columns, encodes=False, decodes=True)
     return out
 
 
@@ -83,7 +87,7 @@ def _pointers(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _launch(
-    layout: CodeLayout,
+    code_format: CodeFormat,
     given: Tensor,
     scales: Tensor,
     out: Tensor,
@@ -98,7 +102,8 @@ def _launch(
     num_rows, blocks = given.shape[0], scales.shape[1]
     _round[(triton.cdiv(num_rows, ROWS) * blocks,)](
         given, scales, out, num_rows, num_columns, given.stride(0), out.stride(0), first_row,
-        blocks, 0, False, False, encodes, decodes, ROWS, BLOCK, layout.block_rows, layout.bits,
+        blocks, 0, False, False, encodes, decodes,
+        ROWS, code_format.block_columns, code_format.block_rows, code_format.bits,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

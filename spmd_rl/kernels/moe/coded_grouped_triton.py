@@ -19,7 +19,6 @@ from spmd_rl.kernels.moe.grouped_tiles import GroupedTile
 from spmd_rl.kernels.moe.grouped_triton import _gated, _place_of, _rows_in, _rows_of, _store
 from spmd_rl.kernels.moe.order_triton import DeviceOrder
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
-from spmd_rl.types.code_layout import BLOCK
 
 
 class CodedTiles(NamedTuple):
@@ -75,21 +74,25 @@ def coded_grouped_matmul(
     Shape: x [T, C] or [S, C], weights of P parts [N, C], scales [T K] fp32 by slot; returns
     [S, P N], or if gated [S, N].
     """
-    layout = weights.layout
-    assert layout is not None and weights.scales is not None, "the weights are not codes"
-    tiles = TILES[layout.bits][order.tile_rows]
+    code_format = weights.format
+    assert code_format is not None and weights.scales is not None, "the weights are not codes"
+    tiles = TILES[code_format.bits][order.tile_rows]
     tile = tile or (tiles.gated if gated else tiles.plain)
-    assert layout.per_byte == 1 or tile.k == BLOCK, "a byte has codes of both halves of a block"
+    assert code_format.has_kernels, f"experts in {code_format.name} have no kernels"
+    block = code_format.block_columns
+    assert code_format.per_byte == 1 or tile.k == block, (
+        "a byte has codes of both halves of a block"
+    )
     parts, (n, k) = weights.num_parts, weights.shape
     out = x.new_empty(order.num_slots, n if gated else parts * n)
     out_parts = 1 if gated else parts
     _coded_grouped[(order.max_tiles * triton.cdiv(n, tile.n) * out_parts,)](
         x, weights.table, weights.scales, out, order.slots, order.starts, order.tiles,
-        out if scales is None else scales, k, n, layout.code_shape((n, k))[1], x.stride(0),
+        out if scales is None else scales, k, n, code_format.code_shape((n, k))[1], x.stride(0),
         order.max_tiles, weights.num_experts, out_parts, order.experts_per_token, gathers,
         scales is not None, gated, weights.is_aligned, n % tile.n == 0, k % tile.k == 0,
         order.is_one_token, tile.m, tile.n, tile.k, tile.group,
-        BLOCK, layout.block_rows, layout.bits,
+        block, code_format.block_rows, code_format.bits,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return out

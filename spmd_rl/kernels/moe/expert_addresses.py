@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes, Weight
-from spmd_rl.types.code_layout import CodeLayout
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight
+from spmd_rl.types.code_format import CodeFormat
 
 ALIGN_BYTES = 16  # what one load of a thread takes
 
@@ -26,7 +26,7 @@ class Addresses:
     """Weights of one shape: `num_parts` of each of `num_experts` experts.
 
     With `is_aligned`, each weight begins and each of its rows lies at a multiple of 16 bytes.
-    Weights in few bits have another table, of their scales, and a `layout`.
+    Weights in few bits have another table, of their scales, and a `format`.
     Shape: tables [num_parts, num_experts] int64 on the device; `shape` is that of a weight.
     """
 
@@ -34,7 +34,7 @@ class Addresses:
     shape: tuple[int, int]
     is_aligned: bool
     scales: Tensor | None = None
-    layout: CodeLayout | None = None
+    format: CodeFormat | None = None
 
     @property
     def num_parts(self) -> int:
@@ -57,7 +57,7 @@ def addresses(parts: Sequence[Sequence[Weight]]) -> Addresses:
         return found
     coded = cast(BlockCodes, parts[0][0])
     of_scales = _table(_pointers(scales[0]), scales[0][0][0]).table
-    return replace(found, shape=coded.shape, scales=of_scales, layout=coded.format.layout)
+    return replace(found, shape=coded.shape, scales=of_scales, format=coded.format)
 
 
 def _tensors(parts: Sequence[Sequence[Weight]]) -> list[Sequence[Sequence[Tensor]]]:

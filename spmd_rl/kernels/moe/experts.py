@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import Weight
+from spmd_rl.kernels.low_precision.block_codes import Weight
 from spmd_rl.kernels.moe.coded_grouped_triton import coded_grouped_matmul
 from spmd_rl.kernels.moe.combine_triton import gated_gradients, sum_slots
 from spmd_rl.kernels.moe.expert_addresses import Addresses, KeptAddresses, addresses

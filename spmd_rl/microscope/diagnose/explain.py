@@ -24,9 +24,9 @@ from spmd_rl.microscope.diagnose.variants import variants, variants_from_source
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.points import BEFORE, Point, definition
 from spmd_rl.microscope.taps.taps import ValueTap
+from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.layers.block import NORM_OPS
 from spmd_rl.model.layers.layer import PointDef
-from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.spec import ModelSpec
 
 LOGIT_ROWS = 1024

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.spec import ModelSpec
 
 

@@ -26,7 +26,7 @@ from spmd_rl.microscope.diagnose.product_variants import products
 from spmd_rl.microscope.diagnose.variant_inputs import Compute, Variant, VariantInputs
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.model.attention import head_size
-from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 

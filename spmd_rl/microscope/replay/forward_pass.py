@@ -22,13 +22,13 @@ from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.hooks import Observe, hook_model, hook_modules
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import Exponents
+from spmd_rl.model.formats.coded_tensors import hold_codes
 from spmd_rl.model.hf import fill, load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
 from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.low_precision.coded_cache import Exponents
-from spmd_rl.model.low_precision.coded_tensors import hold_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.peft_folder import read_adapters

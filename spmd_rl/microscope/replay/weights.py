@@ -13,12 +13,12 @@ from torch import Tensor
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.replay.inputs import find_samples
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_tensors import as_rounded
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
 from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.linear import merged
 from spmd_rl.model.lora import NO_LORA, TARGETS, A, B, LoraConfig
-from spmd_rl.model.low_precision.coded_tensors import as_rounded
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.read import ADAPTER, read_spec
 from spmd_rl.model.weight_files import has_weights

@@ -9,11 +9,11 @@ import torch
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.model.formats.coded_cache import kv_exponents
+from spmd_rl.model.formats.coded_tensors import as_codes, hold_codes
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.lora import NO_LORA, AdaptedBase
-from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_tensors import as_codes, hold_codes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.read import read_spec

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmd_rl.config.rules import require
-from spmd_rl.model.low_precision.coded_cache import CacheFormat, Exponents, check_cache
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents, check_cache
 from spmd_rl.offload.ledger import TagBytes
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole

@@ -14,11 +14,11 @@ from torch import Tensor
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.coded_backend import with_codes
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
-from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_tensors import coded_weights
-from spmd_rl.model.low_precision.coded_weights import weights_fact
+from spmd_rl.model.formats.coded_cache import kv_exponents
+from spmd_rl.model.formats.coded_tensors import coded_weights
+from spmd_rl.model.formats.coded_weights import weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.local_weights import local_weights
 from spmd_rl.model.spec import ModelSpec

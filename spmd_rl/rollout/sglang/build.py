@@ -16,8 +16,8 @@ from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.mesh.shared_gpus import refuse_shared_gpus
+from spmd_rl.model.formats.folders import refuse_for_sglang
 from spmd_rl.model.layers.route_shape import RouteShape
-from spmd_rl.model.low_precision.block_fp8 import refuse_for_sglang
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size

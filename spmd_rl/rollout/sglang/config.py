@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
-from spmd_rl.model.low_precision.coded_cache import CacheFormat, Exponents
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents
 from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES, NCCL_BYTES, NCCL_KERNEL_BYTES
 from spmd_rl.offload.ledger import TagBytes
 

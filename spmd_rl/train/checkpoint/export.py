@@ -12,12 +12,12 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_tensors import as_rounded, format_written_as
+from spmd_rl.model.formats.coded_weights import format_of
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.low_precision.coded_tensors import as_rounded
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, format_of
 from spmd_rl.model.peft_folder import dropped_by_peft, save_adapters, save_merged
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import VALUE_HEAD, Head
@@ -52,7 +52,7 @@ def export_saved(
         is_adapter = weights.lora.rank > 0 and not merge
         if merge and not weights.lora.rank:
             raise ConfigError(f"{folder} holds no adapters to merge: leave --merge out")
-        if is_adapter and dtype == CODE:
+        if is_adapter and format_written_as(dtype) != "full":
             raise ConfigError(
                 f"{folder} holds adapters, which are not written in 8 bits: add --merge"
             )

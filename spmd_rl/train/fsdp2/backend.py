@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.model.attention import head_size
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats.coded_cache import kv_exponents
+from spmd_rl.model.formats.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
-from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.scorer import Scorer
@@ -40,13 +40,12 @@ from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.accumulation import Accumulation, discard_unreduced
 from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
-from spmd_rl.train.fsdp2.coded_source import CodedSource
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm, has_exact_norm
 from spmd_rl.train.fsdp2.kept_activations import keep_less
-from spmd_rl.train.fsdp2.merged_source import MergedSource
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.fsdp2.sharing import ALONE, Sharing
+from spmd_rl.train.fsdp2.sources import CodedSource, MergedSource
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, UpdateRule, update_rules

@@ -10,7 +10,7 @@ rounded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.kernels.low_precision.code_format import CodeFormat
+from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.model.layers.moe import is_of_expert
 from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.linear import Linear
-from spmd_rl.train.fsdp2.rounded_shards import CodedShard, RoundedShards, as_gathered
-from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.types.code_format import CodeFormat
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan.layout import Box, Dims
+
+Gathered = tuple[tuple[Tensor, ...], None]
 
 STACKED_ELEMENTS = 1 << 24  # of the shards that are copied side by side
 
@@ -61,7 +63,7 @@ class CodedMasters:
 
     def _with_scales(self, shards: LocalTensors) -> Tensor:
         """Give all weights of a part scales, side by side in the memory that is returned."""
-        shapes = {name: self.format.layout.scale_shape(one.shape) for name, one in shards.items()}
+        shapes = {name: self.format.scale_shape(one.shape) for name, one in shards.items()}
         sizes = [rows * columns for rows, columns in shapes.values()]
         flat = next(iter(shards.values())).local.new_ones(sum(sizes), requires_grad=False)
         for (name, shape), scales in zip(shapes.items(), flat.split(sizes), strict=True):
@@ -98,7 +100,7 @@ class CodedMasters:
                 some = names[first : first + at_once]
                 tensors = [shards[name].local.detach() for name in some]
                 values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
-                of_some = self.format.maxima(values, shape[0], box.offset[0])
+                of_some = block_codes.maxima(self.format, values, shape[0], box.offset[0])
                 found |= zip(some, of_some, strict=True)
         return found
 
@@ -140,3 +142,63 @@ def _mixtures_of(model: nn.Module) -> dict[nn.Module, int]:
         for number, mixture in enumerate(mixtures(model))
         for layer in mixture.experts.modules()
     }
+
+
+class CodedShard(NamedTuple):
+    """This rank's rows of a master weight, and the scales of all rows."""
+
+    shard: LocalTensor
+    scales: Tensor
+
+
+class RoundedShards:
+    """Shards of weights of one shape that one unit gathers, as the experts of a layer are.
+
+    They are rounded together when the first is asked for: on a GPU, by one launch. Each rank gives
+    `num_rows` rows of `dtype`. FSDP's hooks take them, each once in a gathering. Rounded rows wait
+    for their hook, so `forget` must be called whenever the weights have changed: a gathering may
+    have been broken off.
+    """
+
+    def __init__(
+        self,
+        code_format: CodeFormat,
+        shards: Mapping[str, CodedShard],
+        num_rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._format, self._shards = code_format, dict(shards)
+        self._num_rows, self._dtype = num_rows, dtype
+        self._ready: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """Drop rows that no hook has taken."""
+        self._ready.clear()
+
+    def hook(self, name: str) -> Callable[..., Gathered]:
+        """Return FSDP's hook that makes what is gathered of the weight `name`."""
+
+        def before(
+            mesh: object, outer_size: object, outer_stride: object, module: object, policy: object
+        ) -> Gathered:
+            if name not in self._ready:
+                self._ready = dict(zip(self._shards, self._rounded().unbind(), strict=True))
+            return (self._ready.pop(name),), None
+
+        return before
+
+    @torch.no_grad()
+    def _rounded(self) -> Tensor:
+        """Return the rows of all weights, in their order. Shape: [weights, num_rows, K]."""
+        shards, scales = zip(*self._shards.values(), strict=True)
+        values, first_row = [one.local.detach() for one in shards], shards[0].box.offset[0]
+        return block_codes.rounded_each(
+            self._format, values, scales, self._dtype, first_row, self._num_rows
+        )
+
+
+def as_gathered(
+    outputs: tuple[Tensor, ...], metadata: object, dtype: torch.dtype, *, out: object = None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Return the gathered rows as the weight, which uses their memory from then on."""
+    return None if out is not None else (outputs[0], ())

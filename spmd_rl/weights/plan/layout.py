@@ -6,7 +6,7 @@ tensor. It may be empty, as on a rank beyond the last chunk of an uneven shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -28,6 +28,11 @@ class Box:
     @property
     def end(self) -> Dims:
         return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of this block in the whole tensor."""
+        return tuple(map(slice, self.offset, self.end))
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common block; None where there is no common element."""
@@ -79,12 +84,20 @@ class Piece:
     private: bool = False
 
 
+PiecesByKind = Mapping[str, Sequence[Piece]]  # of one rank: its weights, its moments
+
+
 @dataclass(frozen=True)
 class Layout:
     """All pieces that one rank of the world holds; it may have several boxes of a tensor."""
 
     rank: int
     pieces: tuple[Piece, ...]
+
+
+def whole_box(shape: Dims) -> Box:
+    """Return the box of a whole tensor."""
+    return Box((0,) * len(shape), shape)
 
 
 def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:

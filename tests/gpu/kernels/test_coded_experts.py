@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from spmd_rl.kernels import linear_fp32
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.runtime.cuda_graph import capture
+from spmd_rl.model.formats import FORMATS
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.linear import Linear
 from tests.gpu.kernels.mixtures import SIZES, mixture, one_by_one

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear, rms_norm, silu_mul
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.products import coded_linear
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.model.formats import FORMATS
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.low_precision import coded_dispatch
@@ -51,14 +51,14 @@ def weight_of(n: int, k: int, seed: int = 0, name: str = "e4m3") -> BlockCodes:
     def drawn(first: int, last: int, shape: tuple[int, int]) -> Tensor:
         return torch.randint(first, last, shape, generator=generator, device="cuda")
 
-    codes = drawn(0, 256, found.layout.code_shape((n, k))).to(torch.uint8)
+    codes = drawn(0, 256, found.code_shape((n, k))).to(torch.uint8)
     if name == "e4m3":
         codes[(codes & 0x7F) == 0x7F] = 0  # NaN
-    shape = found.layout.scale_shape((n, k))
+    shape = found.scale_shape((n, k))
     scales = drawn(-14, -6, shape).float().exp2()
     if name != "e4m3":  # five bits
         scales *= drawn(16, 32, shape) / 16
-    dtypes = found.code_dtype, found.scale_dtype
+    dtypes = [block_codes.torch_dtype(one) for one in (found.code_dtype, found.scale_dtype)]
     return BlockCodes(codes.view(dtypes[0]), scales.to(dtypes[1]), k, found)
 
 
@@ -69,9 +69,9 @@ def with_scales(weight: BlockCodes, scale: float) -> BlockCodes:
 def exact(weight: BlockCodes) -> Tensor:
     """Return what codes stand for, in float64."""
     scales = weight.scales.double()
-    wide = scales.repeat_interleave(weight.format.layout.block_rows, 0)[: weight.shape[0]]
+    wide = scales.repeat_interleave(weight.format.block_rows, 0)[: weight.shape[0]]
     numbers = weight.format.numbers(weight.codes, weight.num_columns).double()
-    return numbers * wide.repeat_interleave(BLOCK, 1)[:, : weight.num_columns]
+    return numbers * wide.repeat_interleave(weight.format.block_columns, 1)[:, : weight.num_columns]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -114,16 +114,18 @@ def test_rounding_is_that_of_the_cpu(name: str, shape: tuple[int, int], first_ro
     values = torch.randn(shape) * torch.randn(shape).mul(3).exp2()
     values[0, :9] = torch.tensor([0, -0.0, 1, 17 / 16, 19 / 16, 2**-9, 3 * 2**-10, 448, 2**-10])
     whole = first_row + shape[0]
-    maxima = own.maxima(values, whole, first_row)
-    assert torch.equal(own.maxima(values.cuda(), whole, first_row).cpu(), maxima)
+    maxima = block_codes.maxima(own, values, whole, first_row)
+    assert torch.equal(block_codes.maxima(own, values.cuda(), whole, first_row).cpu(), maxima)
     scales = own.scales_of(maxima)
     assert torch.equal(own.scales_of(maxima.cuda()).cpu(), scales)
-    codes = own.encode(values, scales, first_row)
-    found = own.encode(values.cuda(), scales.cuda(), first_row)
+    codes = block_codes.encode(own, values, scales, first_row)
+    found = block_codes.encode(own, values.cuda(), scales.cuda(), first_row)
     assert torch.equal(bits(found).cpu(), bits(codes))
     for dtype in (torch.bfloat16, torch.float32):
-        rounded = own.rounded(values.cuda(), scales.cuda(), dtype, first_row).cpu()
-        assert torch.equal(rounded, own.decode(codes, scales, shape[1], dtype, first_row))
+        rounded = block_codes.rounded(own, values.cuda(), scales.cuda(), dtype, first_row).cpu()
+        assert torch.equal(
+            rounded, block_codes.decode(own, codes, scales, shape[1], dtype, first_row)
+        )
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -239,16 +241,22 @@ def test_control_mma_sync_in_another_order_is_not_taken() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_weights_are_rounded_as_each_alone(name: str, first_row: int) -> None:
     own, values = FORMATS[name], torch.randn(5, 129, 200, device="cuda")
-    scales = own.scales_of(own.maxima(values, first_row + 129, first_row))
+    scales = own.scales_of(block_codes.maxima(own, values, first_row + 129, first_row))
     for dtype in (torch.bfloat16, torch.float32):
-        found = own.rounded_each(list(values), list(scales), dtype, first_row, 130)
-        each = [own.rounded(*one, dtype, first_row) for one in zip(values, scales, strict=True)]
+        found = block_codes.rounded_each(own, list(values), list(scales), dtype, first_row, 130)
+        each = [
+            block_codes.rounded(own, *one, dtype, first_row)
+            for one in zip(values, scales, strict=True)
+        ]
         assert torch.equal(found[:, :129], torch.stack(each)) and not found[:, 129:].any()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_weights_are_those_of_the_cpu(name: str) -> None:
     weight = torch.randn(300, 272)
-    host, device = FORMATS[name].quantised(weight), FORMATS[name].quantised(weight.cuda())
+    host, device = (
+        block_codes.quantised(FORMATS[name], weight),
+        block_codes.quantised(FORMATS[name], weight.cuda()),
+    )
     assert torch.equal(host.scales, device.scales.cpu())
     assert torch.equal(bits(host.codes), bits(device.codes).cpu())

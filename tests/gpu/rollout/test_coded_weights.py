@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_tensors import as_codes, as_rounded, hold_codes
+from spmd_rl.model.formats.coded_weights import coded_shapes
 from spmd_rl.model.fused_projections import FusableLayer, FusedProjections
 from spmd_rl.model.hf import fill, random_weights
-from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.types.samples import Sample

@@ -9,8 +9,7 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision import unpack_triton
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes, unpack_triton
 from spmd_rl.kernels.moe import (
     adapted_experts,
     coded_grouped_triton,
@@ -26,6 +25,7 @@ from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
 from spmd_rl.kernels.moe.route_triton import route_on_gpu, weights_on_gpu
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.moe.slots import by_expert
+from spmd_rl.model.formats import FORMATS
 from spmd_rl.model.layers import split_experts
 from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.moe import Moe
@@ -187,9 +187,9 @@ def coded_output(
     own = FORMATS[name]
     swapped = TILE._replace(n=64, k=64, swap=True)
     for rows in (16, 32):  # with several codes in a byte, several products of 64 columns are a step
-        one = swapped._replace(m=rows, k=64 * own.layout.per_byte)
+        one = swapped._replace(m=rows, k=64 * own.per_byte)
         tiles = coded_grouped_triton.CodedTiles(one, one)
-        coded_grouped_triton.TILES[own.layout.bits][rows] = tiles
+        coded_grouped_triton.TILES[own.bits][rows] = tiles
     grouped_tiles.TILES[1 << 31] = Tiles(*[swapped._replace(m=32)] * 3, TILE)
     grouped_tiles.TILES[4] = Tiles(swapped, swapped, swapped, TILE)
     unpack_triton.e4m3_products = _e4m3_products  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def coded_output(
     for expert, other in zip(coded.experts, plain.experts, strict=True):
         for layer, twin in zip(expert.children(), other.children(), strict=True):
             assert isinstance(layer, Linear) and isinstance(twin, Linear)
-            coded_weight = own.quantised(layer.weight)
+            coded_weight = block_codes.quantised(own, layer.weight)
             layer.hold_codes(own)
             layer.codes.codes.copy_(coded_weight.codes)
             layer.codes.scales.copy_(coded_weight.scales)

@@ -15,12 +15,12 @@ from spmd_rl.kernels.low_precision.coded_gemm import (
     group_product,
     kernel_name,
 )
-from spmd_rl.kernels.low_precision.formats import FORMATS
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.model.formats import FORMATS
 
 UNIT = 16  # bytes of a copy
 MOST_THREAD_REGISTERS, REGISTERS = 255, 1 << 16
-BITS = sorted(one.layout.bits for one in FORMATS.values())
+BITS = sorted(one.bits for one in FORMATS.values())
+BLOCK = 128  # columns
 TILES = sorted({tile for row in WARP_TILES.values() for _, tile in row})
 BOTH = list(itertools.product(BITS, TILES))
 

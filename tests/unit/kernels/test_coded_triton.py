@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spmd_rl.kernels.low_precision import e4m3_triton, int4_triton
-from spmd_rl.kernels.low_precision.code_format import CodeFormat
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
-from spmd_rl.kernels.low_precision.formats import FORMATS
-from spmd_rl.kernels.low_precision.int4_groups import INT4
+from spmd_rl.kernels.low_precision import block_codes, e4m3_triton, int4_triton
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats.int4 import INT4
+from spmd_rl.types.code_format import CodeFormat
 from tests.unit.kernels.interpreted import Calls, results
 from tests.unit.kernels.ptx_words import WORD, pair, run, word
 
@@ -38,10 +37,12 @@ def test_rounding_is_that_of_the_cpu(tmp_path: Path) -> None:
         values *= torch.randn(rows, 1, generator=generator).mul(3).exp2()
         values[0, :6] = torch.tensor([7.0, 0.5, 1.5, -2.5, -0.0, 0.0])
         values[1, 1] = torch.nan
-        scales = INT4.scales_of(INT4.maxima(values, rows + first_row, first_row))
-        codes = INT4.encode(values, scales, first_row)
+        scales = INT4.scales_of(block_codes.maxima(INT4, values, rows + first_row, first_row))
+        codes = block_codes.encode(INT4, values, scales, first_row)
         calls.append(("int4", values, scales, first_row))
-        wanted.append((codes, INT4.decode(codes, scales, columns, torch.float32, first_row)))
+        wanted.append(
+            (codes, block_codes.decode(INT4, codes, scales, columns, torch.float32, first_row))
+        )
     found = results(Calls(CALLS, "of_rows", {}, calls), tmp_path)
     for (codes, rounded, decoded), (expected, numbers) in zip(found, wanted, strict=True):
         assert torch.equal(codes, expected)
@@ -53,11 +54,14 @@ def test_several_weights_are_rounded_as_each_alone(tmp_path: Path) -> None:
     """Some rows of them, in memory for more."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 37, 200, generator=generator)
-    scales = INT4.scales_of(INT4.maxima(values, 40, 3))
+    scales = INT4.scales_of(block_codes.maxima(INT4, values, 40, 3))
     calls = [("int4", values, scales, 3, 41)]
     (found,) = results(Calls(CALLS, "of_several", {}, calls), tmp_path)
-    expected = INT4.rounded_each(list(values), list(scales), torch.float32, 3, 41)
-    each = [INT4.rounded(*one, torch.float32, 3) for one in zip(values, scales, strict=True)]
+    expected = block_codes.rounded_each(INT4, list(values), list(scales), torch.float32, 3, 41)
+    each = [
+        block_codes.rounded(INT4, *one, torch.float32, 3)
+        for one in zip(values, scales, strict=True)
+    ]
     assert torch.equal(expected[:, :37], torch.stack(each)) and not expected[:, 37:].any()
     assert torch.equal(found[:, :37], expected[:, :37]) and bool((found[:, 37:] == 9).all())
 
@@ -69,7 +73,7 @@ def test_the_instructions_unpack_every_code_of_8_bits(exponent: int) -> None:
     numbers = torch.cat([pair(found["$0"]), pair(found["$1"])], 1).float()
     codes = codes_in(WORDS)
     is_number = (codes & 0x7F) != 0x7F
-    expected = codes.view(E4M3.code_dtype).float() * 2.0**exponent
+    expected = codes.view(torch.float8_e4m3fn).float() * 2.0**exponent
     assert torch.equal(numbers[is_number], expected[is_number])
 
 
@@ -101,10 +105,10 @@ def test_control_a_mask_of_one_bit_less_is_found() -> None:
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
 def test_codes_are_written_where_they_are_wanted(own: CodeFormat) -> None:
     values = torch.randn(5, 200)
-    scales = own.scales_of(own.maxima(values, 9, 3))
-    expected = own.encode(values, scales, 3)
+    scales = own.scales_of(block_codes.maxima(own, values, 9, 3))
+    expected = block_codes.encode(own, values, scales, 3)
     room = torch.zeros(7, expected.shape[1] + 16, dtype=torch.uint8).view(expected.dtype)
-    found = own.encode(values, scales, 3, room[1:-1, 16:])
+    found = block_codes.encode(own, values, scales, 3, room[1:-1, 16:])
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert found.data_ptr() == room[1:-1, 16:].data_ptr()
     others = torch.ones(room.shape, dtype=torch.bool)

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from spmd_rl.kernels.low_precision import coded_gemm_triton, rounding_triton
+
+from spmd_rl.kernels.low_precision import block_codes, coded_gemm_triton, rounding_triton
 from spmd_rl.kernels.low_precision.coded_dispatch import TILES, WIDE, choose_coded_tile
 from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile
-from spmd_rl.kernels.low_precision.formats import FORMATS
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.model.formats import FORMATS
 from tests.unit.kernels.compiled import instructions, ptx_of, spilled_bytes
 
 WGMMA_ROWS, WGMMA_K = 64, 16
@@ -26,7 +26,7 @@ PRODUCTS = [
     (name, tile)
     for name, one in FORMATS.items()
     for tile in ALL_TILES
-    if one.layout.per_byte == 1 or tile.k == BLOCK
+    if one.per_byte == 1 or tile.k == one.block_columns
 ]
 
 
@@ -35,7 +35,7 @@ def product_ptx(name: str, tile: CodedTile) -> str:
     n, k = 256, 1024
     x = torch.zeros(8, k, dtype=torch.bfloat16)
     weight, out = (
-        FORMATS[name].quantised(torch.randn(n, k)),
+        block_codes.quantised(FORMATS[name], torch.randn(n, k)),
         torch.zeros(8, n, dtype=torch.bfloat16),
     )
     return ptx_of(
@@ -59,7 +59,8 @@ def test_a_step_is_one_chain_of_wgmma(name: str, tile: CodedTile) -> None:
 
 @pytest.mark.parametrize(("name", "tile"), PRODUCTS, ids=str)
 def test_a_step_has_one_multiplication_for_two_codes(name: str, tile: CodedTile) -> None:
-    assert BLOCK % tile.n == 0 and BLOCK % tile.k == 0
+    block = FORMATS[name].block_columns
+    assert block % tile.n == block % tile.k == 0
     found = instructions(product_ptx(name, tile))
     of_thread = tile.n * tile.k // (32 * tile.warps)
     assert found["mul.rn.bf16x2"] == of_thread // 2
@@ -68,11 +69,11 @@ def test_a_step_has_one_multiplication_for_two_codes(name: str, tile: CodedTile)
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_rounded_to_nearest(name: str) -> None:
     own, values = FORMATS[name], torch.randn(64, 128)
-    scales = own.quantised(values).scales
+    scales = block_codes.quantised(own, values).scales
     found = instructions(
         ptx_of(
             rounding_triton._round,
-            lambda: rounding_triton.encode_on_gpu(own.layout, values, scales, 0),
+            lambda: rounding_triton.encode_on_gpu(own, values, scales, 0),
         )
     )
     if name == "e4m3":
@@ -84,12 +85,12 @@ def test_codes_are_rounded_to_nearest(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_weights_are_read_in_loads_of_16_bytes(name: str) -> None:
     own, values = FORMATS[name], [torch.zeros(64, 128) for _ in range(3)]
-    scales = [own.scales_of(own.maxima(one, 64)) for one in values]
+    scales = [own.scales_of(block_codes.maxima(own, one, 64)) for one in values]
     out = torch.zeros(3, 64, 128, dtype=torch.bfloat16)
     found = instructions(
         ptx_of(
             rounding_triton._round,
-            lambda: rounding_triton.round_each_on_gpu(own.layout, values, scales, out, 0),
+            lambda: rounding_triton.round_each_on_gpu(own, values, scales, out, 0),
         )
     )
     assert found["ld.global.v4.b32"] and not any(one.startswith("fma") for one in found)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.kernels.moe import (
     coded_grouped_triton,
     combine_triton,
@@ -23,7 +23,7 @@ from spmd_rl.kernels.moe.coded_grouped_triton import TILES as CODED
 from spmd_rl.kernels.moe.expert_addresses import Addresses, addresses
 from spmd_rl.kernels.moe.grouped_tiles import OUTER, REFERENCE, TILES, GroupedTile
 from spmd_rl.kernels.moe.order_triton import DeviceOrder, most_tiles
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.model.formats import FORMATS
 from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, instructions, spilled_bytes
 
 BF16 = torch.bfloat16
@@ -140,10 +140,10 @@ def test_gradients_of_weights_are_one_chain(of_down: bool) -> None:
 def test_products_of_codes_are_the_same_chain(name: str, tile_rows: int, gated: bool) -> None:
     """Codes alone are copied, two are multiplied at once, and no register is spilled."""
     own = FORMATS[name]
-    tiles = CODED[own.layout.bits][tile_rows]
+    tiles = CODED[own.bits][tile_rows]
     tile = tiles.gated if gated else tiles.plain
-    assert tile.m == tile_rows and BLOCK % tile.n == 0 and BLOCK % tile.k == 0
-    x, weight = rows(TOKENS, HIDDEN), own.quantised(torch.zeros(INNER, HIDDEN))
+    assert tile.m == tile_rows and own.block_columns % tile.n == own.block_columns % tile.k == 0
+    x, weight = rows(TOKENS, HIDDEN), block_codes.quantised(own, torch.zeros(INNER, HIDDEN))
     weights = addresses([[weight] * EXPERTS] * 2)
     compiled = compiled_of(
         coded_grouped_triton._coded_grouped,
@@ -153,7 +153,7 @@ def test_products_of_codes_are_the_same_chain(name: str, tile_rows: int, gated: 
     )
     chains = 1 + gated
     # scales of rows are loaded one by one
-    small = "b8" if own.layout.block_rows == 1 else "b16"
+    small = "b8" if own.block_rows == 1 else "b16"
     check_chain(compiled, tile, chains, {"add.rn.f32"} if gated else set(), small)
     found = instructions(compiled.asm["ptx"])
     assert not any(name.startswith("mma") for name in found)

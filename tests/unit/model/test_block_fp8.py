@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, E4M3
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.formats.e4m3 import E4M3
+from spmd_rl.model.formats.folders import CONFIG_KEY
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
-from spmd_rl.model.low_precision.block_fp8 import BLOCK_SHAPE, CONFIG_KEY
-from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
-from spmd_rl.types.code_layout import BLOCK
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.mixtures import write_mixture
 
@@ -54,16 +54,12 @@ def write(folder: Path, family: str, sizes: Mapping[str, int]) -> Path:
 def exported(tmp_path: Path, family: str, sizes: Mapping[str, int]) -> tuple[Path, Path]:
     """Return a folder, and the same weights in block FP8."""
     full = write(tmp_path / "full", family, sizes)
-    save_folder(tmp_path / "fp8", full, weights_of(full).items(), CODE)
+    save_folder(tmp_path / "fp8", full, weights_of(full).items(), torch.float8_e4m3fn)
     return full, tmp_path / "fp8"
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return dict(model_weights(folder, read_spec(folder).parameter_shapes()))
-
-
-def test_the_block_of_folders_is_that_of_the_trainer() -> None:
-    assert BLOCK_SHAPE == (BLOCK, BLOCK)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,12 +76,14 @@ def test_an_export_is_read_back_to_the_numbers_of_its_codes(tmp_path: Path, fami
             fixed = name in spec.fixed_names()
             assert torch.equal(back[name], weight if fixed else weight.bfloat16()), name
             continue
-        found = E4M3.quantised(weight)
+        found = block_codes.quantised(E4M3, weight)
         assert torch.equal(stored[name].view(torch.uint8), found.codes.view(torch.uint8))
         assert torch.equal(stored[scale_name(name)], found.scales)
         assert torch.equal(back[name], found.decoded(torch.float32))
         # an engine or a trainer in 8 bits has these numbers again
-        assert torch.equal(E4M3.quantised(back[name]).decoded(torch.float32), back[name])
+        assert torch.equal(
+            block_codes.quantised(E4M3, back[name]).decoded(torch.float32), back[name]
+        )
     assert {scale_name(name) for name in coded} <= stored.keys()
 
 
@@ -112,7 +110,7 @@ def published(folder: Path, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         scales = torch.rand(stored[scale_name(name)].shape, generator=generator) + 0.01
         stored[scale_name(name)] = scales = scales.to(scale_dtype)
         rows, columns = stored[name].shape
-        wide = scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        wide = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         expected[name] = stored[name].double() * wide[:rows, :columns]
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith("_scale_inv")}
     (folder / "model.safetensors").unlink()

@@ -17,15 +17,14 @@ from torch import nn
 
 from benchmarks.shapes import write_config
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.model.formats import FORMATS, WeightFormat
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.read import read_spec
 from spmd_rl.plan import main
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.cost.flops import train_flops
-from spmd_rl.types.code_layout import LAYOUTS
 
 H200 = "--gpu-gib=139.8"
 QWEN3_30B_A3B = {
@@ -183,7 +182,7 @@ def test_the_least_number_of_gpus(
         assert _fitting(capsys).split(" fits: ")[0].strip() == "8 GPUs"
 
 
-@pytest.mark.parametrize("weights", LAYOUTS)
+@pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("ep", [1, 4])
 def test_an_engine_in_few_bits_holds_codes_and_scales_of_its_experts(
     model: tuple[str, Path], ep: int, weights: WeightFormat
@@ -195,7 +194,7 @@ def test_an_engine_in_few_bits_holds_codes_and_scales_of_its_experts(
     )
     held = [one for one in spec.parameters() if "layers" in one.name and len(one.shape) == 2]
     routers = [one for one in held if one.name.endswith(".gate.weight")]
-    layout = LAYOUTS[weights]
+    layout = FORMATS[weights]
     saved = {one.name: 2 * one.num_elements - layout.num_bytes(one.shape) for one in held}
     shared = sum(saved[one.name] for one in held if one.expert is not None)
     every = sum(saved.values()) - sum(saved[one.name] for one in routers)

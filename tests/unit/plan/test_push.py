@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.mesh.split import Placement, Placements, RoleSplit, plan_split
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
+from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats.coded_weights import coded_shapes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.push import Push, push_of_run
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
-from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box, chunk_of_box
 from spmd_rl.weights.plan.moves import bucket_bytes, plan_moves
 from tests.specs import dense_spec, with_experts
@@ -161,7 +161,7 @@ def test_ranks_that_share_experts_meet_no_more(
     spec = with_experts(tiny_spec(), 8, 2, 21)
     split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks, ep=taken)}
     train, infer = plan_split(split, 7).values()
-    coded, layout = coded_shapes(spec, weights), LAYOUTS.get(weights)
+    coded, layout = coded_shapes(spec, weights), FORMATS.get(weights)
     shapes, parts, wanting = (
         dict(spec.parameter_shapes()),
         spec.expert_parts(ep),

@@ -13,9 +13,10 @@ from torch import Tensor
 from spmd_rl.check.engine import check_engine
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats.coded_tensors import as_codes, as_rounded, hold_codes
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.hf import fill, random_weights
-from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -23,7 +24,6 @@ from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.ends import WeightSink
 from tests.specs import dense_spec, with_experts
 
@@ -89,7 +89,7 @@ def test_the_engine_holds_codes_and_scales_alone(weights: WeightFormat) -> None:
     model = CausalLM(SPEC).requires_grad_(False)
     hold_codes(model, SPEC, weights)
     held = dict(model.named_parameters())
-    shapes, layout = coded_shapes(SPEC, weights), LAYOUTS[weights]
+    shapes, layout = coded_shapes(SPEC, weights), FORMATS[weights]
     assert held.keys() == SPEC.parameter_shapes().keys() | set(map(scale_name, shapes))
     others = held.keys() - shapes - set(map(scale_name, shapes))
     assert {held[name].dtype for name in others} == {torch.float32}

@@ -21,7 +21,7 @@ from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.sides import forward_pass
 from spmd_rl.model.families import FAMILIES
-from spmd_rl.model.low_precision.coded_cache import require_keys
+from spmd_rl.model.formats.coded_cache import require_keys
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.kv_pages import cache_token_bytes
 from spmd_rl.train import shared_prefix

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.formats.e4m3 import E4M3
 from spmd_rl.model.layers.moe_module import MoeMlp
-from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.local_tensors import LocalTensors
@@ -62,7 +63,7 @@ def test_a_push_brings_each_experts_codes_and_its_router_as_it_is(
 ) -> None:
     trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
     found, whole = pushed(trainer), masters(trainer)
-    coded = E4M3.quantised(whole[EXPERT])
+    coded = block_codes.quantised(E4M3, whole[EXPERT])
     assert torch.equal(found[EXPERT].view(torch.uint8), coded.codes.view(torch.uint8))
     assert torch.equal(found[scale_name(EXPERT)], coded.scales)
     assert coded.scales.shape == (1, 2)
@@ -111,13 +112,13 @@ def test_experts_of_a_layer_are_rounded_together(
 ) -> None:
     """Gate and up of one shape at once, then down; other weights one by one."""
     trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
-    counts, rounded_each = list[int](), type(E4M3).rounded_each
+    counts, rounded_each = list[int](), block_codes.rounded_each
 
     def counted(*given: Any) -> Tensor:
         counts.append(len(given[1]))
         return rounded_each(*given)
 
-    monkeypatch.setattr(type(E4M3), "rounded_each", counted)
+    monkeypatch.setattr(block_codes, "rounded_each", counted)
     scores_of(trainer, make_batch(0))
     layers = [one for one in trainer.backend.scorer.modules() if isinstance(one, MoeMlp)]
     num_experts = layers[0].num_experts
@@ -137,7 +138,9 @@ def test_a_gathering_that_was_broken_off_leaves_no_rows_of_its_version(
     trainer.train_step(make_batch(0), grpo_loss)
     after = gathered_of(trainer, last)
     assert not torch.equal(after, before)
-    assert torch.equal(after, E4M3.quantised(masters(trainer)[last]).decoded(torch.float32))
+    assert torch.equal(
+        after, block_codes.quantised(E4M3, masters(trainer)[last]).decoded(torch.float32)
+    )
 
 
 def gathered_of(trainer: Trainer, name: str) -> Tensor:

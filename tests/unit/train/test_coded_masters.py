@@ -14,10 +14,11 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats.coded_tensors import hold_codes
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.low_precision.coded_tensors import hold_codes
-from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
@@ -105,7 +106,7 @@ def rounded_of(
 ) -> dict[str, Tensor]:
     coded, own = coded_names(trainer), FORMATS[weights]
     return {
-        name: own.quantised(one).decoded(torch.float32) if name in coded else one
+        name: block_codes.quantised(own, one).decoded(torch.float32) if name in coded else one
         for name, one in whole.items()
     }
 
@@ -131,7 +132,7 @@ def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(
     assert found.keys() == whole.keys() | set(map(scale_name, coded))
     for name, weight in whole.items():
         if name in coded:
-            expected = FORMATS[weights].quantised(weight)
+            expected = block_codes.quantised(FORMATS[weights], weight)
             assert found[name].dtype == expected.codes.dtype
             assert torch.equal(found[name].view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(found[scale_name(name)], expected.scales)
@@ -148,7 +149,7 @@ def test_any_part_of_a_push_has_the_bits_of_the_whole(
     name = sorted(coded_names(trainer))[-1]
     piece = next(one for one in source.layout(0).pieces if one.name == name)
     box = Box((3, 5), (piece.shape[0] - 4, piece.shape[1] - 7))
-    part = torch.empty(box.extent, dtype=FORMATS[weights].code_dtype)
+    part = torch.empty(box.extent, dtype=block_codes.torch_dtype(FORMATS[weights].code_dtype))
     source.read(name, box, part)
     expected = whole[name][box.within(piece.box)]
     assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
@@ -251,7 +252,7 @@ def test_one_code_that_differs_after_a_push_is_found_and_named(
     spec = trainer.backend.scorer.model.spec
     coded, total = coded_shapes(spec, "e4m3"), spec.num_parameters
     num_coded = sum(rows * columns for rows, columns in coded.values())
-    moved = sum(FORMATS[weights].layout.num_bytes(shape) for shape in coded.values())
+    moved = sum(FORMATS[weights].num_bytes(shape) for shape in coded.values())
     assert traffic.copied_bytes == moved + 4 * (total - num_coded)
     name = sorted(coded)[0]
     held[name].local.view(torch.uint8)[3, 5] ^= 0x10

@@ -10,9 +10,9 @@ import torch
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_tensors import as_rounded, coded_weights
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.low_precision.coded_tensors import as_rounded, coded_weights
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.serve.command import settings_of
 from spmd_rl.serve.served_model import ServedModel

@@ -11,19 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3, LEAST_EXPONENT, MOST_EXPONENT
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.model.formats.e4m3 import E4M3, LEAST_EXPONENT, MOST_EXPONENT
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 VALUES = np.array([float(code) for code in ALL_CODES.double()])  # of all codes; two are NaN
 EXPONENTS = range(LEAST_EXPONENT, MOST_EXPONENT + 1)
 
+BLOCK = E4M3.block_columns
+
 
 def decoded(scale: float, dtype: torch.dtype) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Return what all 256 codes are with this scale, as float64."""
     codes = ALL_CODES.view(1, -1)
-    scales = torch.full(E4M3.layout.scale_shape((1, 256)), scale)
-    return E4M3.decode(codes, scales, 256, dtype).double().numpy()[0]
+    scales = torch.full(E4M3.scale_shape((1, 256)), scale)
+    return block_codes.decode(E4M3, codes, scales, 256, dtype).double().numpy()[0]
 
 
 def is_exact(scale: float) -> bool:
@@ -46,7 +48,7 @@ def oracle_code(value: float, scale: float) -> int:
 def weights(seed: int, rows: int, columns: int) -> Tensor:
     """Return a weight whose blocks have magnitudes far apart."""
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.randint(-60, 13, E4M3.layout.scale_shape((rows, columns)), generator=generator)
+    spread = torch.randint(-60, 13, E4M3.scale_shape((rows, columns)), generator=generator)
     factors = spread.double().exp2().float().repeat_interleave(BLOCK, 0)[:rows]
     factors = factors.repeat_interleave(BLOCK, 1)[:, :columns]
     return torch.randn(rows, columns, generator=generator) * factors
@@ -90,7 +92,7 @@ def test_the_scale_changes_just_above_448(k: int) -> None:
 @settings(deadline=None)
 def test_codes_are_the_nearest(values: list[float]) -> None:
     weight = torch.tensor([values])
-    coded = E4M3.quantised(weight)
+    coded = block_codes.quantised(E4M3, weight)
     expected = [oracle_code(value, float(coded.scales)) for value in weight[0].tolist()]
     found = coded.codes.view(torch.uint8)[0].tolist()
     # both zeros are the same number
@@ -101,8 +103,8 @@ def test_codes_are_the_nearest(values: list[float]) -> None:
 @settings(deadline=None, max_examples=25)
 def test_maxima_are_those_of_the_blocks(rows: int, columns: int, seed: int) -> None:
     weight = weights(seed, rows, columns)
-    maxima = E4M3.maxima(weight, rows)
-    assert maxima.shape == E4M3.layout.scale_shape((rows, columns))
+    maxima = block_codes.maxima(E4M3, weight, rows)
+    assert maxima.shape == E4M3.scale_shape((rows, columns))
     for row in range(maxima.shape[0]):
         for column in range(maxima.shape[1]):
             block = weight[row * BLOCK :, column * BLOCK :][:BLOCK, :BLOCK]
@@ -111,8 +113,8 @@ def test_maxima_are_those_of_the_blocks(rows: int, columns: int, seed: int) -> N
 
 def test_several_weights_have_the_maxima_of_each() -> None:
     several = torch.stack([weights(seed, 70, 200) for seed in range(3)])
-    each = [E4M3.maxima(weight, 300, 100) for weight in several]
-    assert torch.equal(E4M3.maxima(several, 300, 100), torch.stack(each))
+    each = [block_codes.maxima(E4M3, weight, 300, 100) for weight in several]
+    assert torch.equal(block_codes.maxima(E4M3, several, 300, 100), torch.stack(each))
 
 
 @given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 9), st.integers(0, 99))
@@ -121,17 +123,21 @@ def test_any_division_of_the_rows_gives_the_same_codes(
     rows: int, columns: int, num_parts: int, seed: int
 ) -> None:
     weight = weights(seed, rows, columns)
-    whole = E4M3.quantised(weight)
+    whole = block_codes.quantised(E4M3, weight)
     chunk = -(-rows // num_parts)
     starts = [min(part * chunk, rows) for part in range(num_parts)]
     parts = [weight[start : start + chunk] for start in starts]
-    maxima = [E4M3.maxima(p, rows, start) for p, start in zip(parts, starts, strict=True)]
+    maxima = [
+        block_codes.maxima(E4M3, p, rows, start) for p, start in zip(parts, starts, strict=True)
+    ]
     scales = E4M3.scales_of(torch.stack(maxima).amax(0))
-    codes = [E4M3.encode(p, scales, start) for p, start in zip(parts, starts, strict=True)]
+    codes = [
+        block_codes.encode(E4M3, p, scales, start) for p, start in zip(parts, starts, strict=True)
+    ]
     assert torch.equal(scales, whole.scales)
     assert torch.equal(torch.cat([c.view(torch.uint8) for c in codes]), as_bits(whole.codes))
     back = [
-        E4M3.decode(c, scales, columns, torch.bfloat16, start)
+        block_codes.decode(E4M3, c, scales, columns, torch.bfloat16, start)
         for c, start in zip(codes, starts, strict=True)
     ]
     assert torch.equal(torch.cat(back), whole.decoded(torch.bfloat16))
@@ -139,13 +145,13 @@ def test_any_division_of_the_rows_gives_the_same_codes(
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (100, 130), (1, 1), (129, 257)])
 def test_values_that_are_codes_stay_as_they_are(shape: tuple[int, int]) -> None:
-    once = E4M3.quantised(weights(1, *shape)).decoded(torch.float32)
-    assert torch.equal(E4M3.quantised(once).decoded(torch.float32), once)
+    once = block_codes.quantised(E4M3, weights(1, *shape)).decoded(torch.float32)
+    assert torch.equal(block_codes.quantised(E4M3, once).decoded(torch.float32), once)
 
 
 def test_errors_are_at_most_half_a_step() -> None:
     weight = weights(2, 200, 300)
-    coded = E4M3.quantised(weight)
+    coded = block_codes.quantised(E4M3, weight)
     back = coded.decoded(torch.float32)
     ones = torch.ones_like(weight).to(coded.codes.dtype)
     steps = replace(coded, codes=ones).decoded(torch.float32)  # the scales
@@ -157,11 +163,11 @@ def test_errors_are_at_most_half_a_step() -> None:
 def test_what_codes_cannot_hold_is_seen(bad: float) -> None:
     weight = torch.ones(3, 3)
     weight[1, 1] = bad
-    assert bool(E4M3.quantised(weight).decoded(torch.bfloat16)[1, 1].isnan())
+    assert bool(block_codes.quantised(E4M3, weight).decoded(torch.bfloat16)[1, 1].isnan())
 
 
 def test_zeros_stay_zero() -> None:
-    assert not E4M3.quantised(torch.zeros(130, 5)).decoded(torch.bfloat16).any()
+    assert not block_codes.quantised(E4M3, torch.zeros(130, 5)).decoded(torch.bfloat16).any()
 
 
 def as_bits(codes: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
-from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, quantised, torch_dtype
+from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.linear import Linear
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.spec import ModelSpec
+
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def hold_codes(model: nn.Module, spec: ModelSpec, weights: WeightFormat) -> None:
@@ -24,17 +26,25 @@ def hold_codes(model: nn.Module, spec: ModelSpec, weights: WeightFormat) -> None
 
 def holds_codes(model: nn.Module) -> bool:
     """Return whether layers of `model` hold codes."""
-    return any(isinstance(one, Linear) and one.has_codes for one in model.modules())
+    return any(isinstance(layer, Linear) and layer.has_codes for layer in model.modules())
+
+
+def format_written_as(dtype: torch.dtype) -> WeightFormat:
+    """Return the format whose codes have this dtype in folders; "full" where no format has it."""
+    names = (
+        name for name, one in FORMATS.items() if one.folder and torch_dtype(one.code_dtype) == dtype
+    )
+    return next(names, "full")
 
 
 def as_codes(
-    tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, weights: WeightFormat
+    tensors: NamedTensors, spec: ModelSpec, weights: WeightFormat
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors, with codes and scales in place of weights in few bits."""
     shapes = coded_shapes(spec, weights)
     for name, tensor in tensors:
         if name in shapes:
-            coded = FORMATS[weights].quantised(tensor)
+            coded = quantised(FORMATS[weights], tensor)
             yield name, coded.codes
             yield scale_name(name), coded.scales
         else:
@@ -42,13 +52,13 @@ def as_codes(
 
 
 def as_rounded(
-    tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, weights: WeightFormat
+    tensors: NamedTensors, spec: ModelSpec, weights: WeightFormat
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors, with what their codes stand for in place of weights in few bits."""
     shapes = coded_shapes(spec, weights)
     for name, tensor in tensors:
         if name in shapes:
-            tensor = FORMATS[weights].quantised(tensor).decoded(torch.float32)
+            tensor = quantised(FORMATS[weights], tensor).decoded(torch.float32)
         yield name, tensor
 
 
@@ -56,10 +66,10 @@ def coded_weights(
     tensors: dict[str, Tensor], spec: ModelSpec, weights: WeightFormat
 ) -> dict[str, BlockCodes]:
     """Take the codes and scales out of an engine's `tensors`, and return them by weight."""
-    shapes = {name: one for name, one in coded_shapes(spec, weights).items() if name in tensors}
     return {
         name: BlockCodes(
-            tensors.pop(name), tensors.pop(scale_name(name)), shape[1], FORMATS[weights]
+            tensors.pop(name), tensors.pop(scale_name(name)), num_columns, FORMATS[weights]
         )
-        for name, shape in shapes.items()
+        for name, (_, num_columns) in coded_shapes(spec, weights).items()
+        if name in tensors
     }

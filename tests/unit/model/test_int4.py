@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
-from spmd_rl.kernels.low_precision.int4_groups import INT4, LEAST_SCALE, MOST_SCALE
-from spmd_rl.types.code_layout import BLOCK
+from spmd_rl.kernels.low_precision import block_codes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.model.formats.int4 import INT4, LEAST_SCALE, MOST_SCALE
 
 CODES = range(-8, 8)
 # every scale: 16 to 31 times a power of two, and the largest
 SCALES = [n * 2.0 ** (k - 4) for k in range(-117, 13) for n in range(16, 32)] + [MOST_SCALE]
+
+BLOCK = INT4.block_columns
 
 
 def of_codes(codes: list[int], scale: float) -> BlockCodes:
@@ -40,7 +42,7 @@ def is_exact(scale: float) -> bool:
 def weights(seed: int, rows: int, columns: int) -> Tensor:
     """Return a weight whose groups have magnitudes far apart."""
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.randint(-60, 13, INT4.layout.scale_shape((rows, columns)), generator=generator)
+    spread = torch.randint(-60, 13, INT4.scale_shape((rows, columns)), generator=generator)
     factors = spread.double().exp2().float().repeat_interleave(BLOCK, 1)[:, :columns]
     return torch.randn(rows, columns, generator=generator) * factors
 
@@ -84,7 +86,7 @@ def test_magnitudes_near_zero_have_the_least_scale() -> None:
 def test_codes_are_the_nearest(values: list[float]) -> None:
     """The quotient is that of float32: a number half between two codes may become either."""
     weight = torch.tensor([values])
-    coded = INT4.quantised(weight)
+    coded = block_codes.quantised(INT4, weight)
     codes = INT4.numbers(coded.codes, len(values))[0].tolist()
     scales = coded.scales.double().repeat_interleave(BLOCK, 1)[0].tolist()
     for value, code, scale in zip(weight[0].tolist(), codes, scales, strict=False):
@@ -94,7 +96,9 @@ def test_codes_are_the_nearest(values: list[float]) -> None:
 
 def test_a_tie_goes_to_the_even_code() -> None:
     values = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 7.0]])
-    assert INT4.quantised(values).decoded(torch.float32).tolist() == [[0, 2, 2, 0, -2, -2, 7]]
+    assert block_codes.quantised(INT4, values).decoded(torch.float32).tolist() == [
+        [0, 2, 2, 0, -2, -2, 7]
+    ]
 
 
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 128, 200, 384])
@@ -102,7 +106,7 @@ def test_bytes_have_columns_of_both_halves_of_a_block(columns: int) -> None:
     generator = torch.Generator().manual_seed(columns)
     values = torch.randint(-7, 8, (3, columns), generator=generator).float()
     values[:, ::BLOCK] = 7  # so that each scale is 1
-    coded = INT4.quantised(values)
+    coded = block_codes.quantised(INT4, values)
     assert coded.codes.shape == (3, -(-columns // BLOCK) * 64)
     for row in range(3):
         for column in range(columns):
@@ -118,16 +122,20 @@ def test_any_division_of_the_rows_gives_the_same_codes(
     rows: int, columns: int, num_parts: int, seed: int
 ) -> None:
     weight = weights(seed, rows, columns)
-    whole, chunk = INT4.quantised(weight), -(-rows // num_parts)
+    whole, chunk = block_codes.quantised(INT4, weight), -(-rows // num_parts)
     starts = [min(part * chunk, rows) for part in range(num_parts)]
     parts = [weight[start : start + chunk] for start in starts]
-    maxima = [INT4.maxima(p, rows, start) for p, start in zip(parts, starts, strict=True)]
+    maxima = [
+        block_codes.maxima(INT4, p, rows, start) for p, start in zip(parts, starts, strict=True)
+    ]
     scales = INT4.scales_of(torch.stack(maxima).amax(0))
-    codes = [INT4.encode(p, scales, start) for p, start in zip(parts, starts, strict=True)]
+    codes = [
+        block_codes.encode(INT4, p, scales, start) for p, start in zip(parts, starts, strict=True)
+    ]
     assert torch.equal(scales, whole.scales.float())
     assert torch.equal(torch.cat(codes), whole.codes)
     rounded = [
-        INT4.rounded(p, scales, torch.bfloat16, start)
+        block_codes.rounded(INT4, p, scales, torch.bfloat16, start)
         for p, start in zip(parts, starts, strict=True)
     ]
     assert torch.equal(torch.cat(rounded), whole.decoded(torch.bfloat16))
@@ -135,21 +143,21 @@ def test_any_division_of_the_rows_gives_the_same_codes(
 
 @pytest.mark.parametrize("shape", [(128, 128), (100, 130), (1, 1), (129, 257)])
 def test_values_that_are_codes_stay_as_they_are(shape: tuple[int, int]) -> None:
-    once = INT4.quantised(weights(1, *shape)).decoded(torch.float32)
-    assert torch.equal(INT4.quantised(once).decoded(torch.float32), once)
-    assert torch.equal(INT4.quantised(-once).decoded(torch.float32), -once)
+    once = block_codes.quantised(INT4, weights(1, *shape)).decoded(torch.float32)
+    assert torch.equal(block_codes.quantised(INT4, once).decoded(torch.float32), once)
+    assert torch.equal(block_codes.quantised(INT4, -once).decoded(torch.float32), -once)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 57345.0])
 def test_what_codes_cannot_hold_is_seen(bad: float) -> None:
     weight = torch.ones(3, 300)
     weight[1, 1] = bad
-    found = INT4.quantised(weight).decoded(torch.bfloat16).isnan()
+    found = block_codes.quantised(INT4, weight).decoded(torch.bfloat16).isnan()
     assert bool(found[1, :BLOCK].all()) and int(found.sum()) == BLOCK
 
 
 def test_zeros_stay_zero() -> None:
-    assert not INT4.quantised(torch.zeros(3, 130)).decoded(torch.bfloat16).any()
+    assert not block_codes.quantised(INT4, torch.zeros(3, 130)).decoded(torch.bfloat16).any()
 
 
 @pytest.mark.parametrize(("columns", "least", "most"), [(BLOCK, 1.65, 2.55), (32, 1.25, 1.65)])
@@ -164,7 +172,7 @@ def test_powers_of_two_are_coarser_for_normal_weights(
         groups = values.unflatten(1, (-1, columns))
         scales = (groups.abs().amax(-1, keepdim=True) / 7).log2().ceil().exp2()
         coarse = (groups / scales).round() * scales
-        fine = INT4.quantised(values).decoded(torch.float32)
+        fine = block_codes.quantised(INT4, values).decoded(torch.float32)
         errors = [(one - values).square().mean() for one in (coarse.flatten(1), fine)]
         ratios.append(float(errors[0] / errors[1]))
     assert least < min(ratios) and max(ratios) < most

@@ -6,7 +6,8 @@ from typing import Literal, Protocol
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.low_precision.coded_weights import WeightFormat, weights_sentence
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_weights import weights_sentence
 from spmd_rl.model.spec import ModelSpec
 
 CacheFormat = Literal["full", "e4m3"]

@@ -1,1 +1,0 @@
-"""Models whose weights are in few bits."""
