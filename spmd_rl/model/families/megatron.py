@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from spmd_rl.model.families.megatron_layers import EXPERT, block_rules
-from spmd_rl.model.families.rules import ALONE, Joined, Part, RankPart
+from spmd_rl.model.families.rules import Joined, Part
+from spmd_rl.model.held.tensor import Seat
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.layers.moe import Moe
@@ -24,16 +25,7 @@ _EXPERT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """A rank's place on the axes that cut parameters."""
-
-    tensor: RankPart = ALONE  # tensor parallelism of all but the experts
-    expert: RankPart = ALONE  # expert parallelism: which of the experts
-    expert_tensor: RankPart = ALONE  # tensor parallelism within an expert
-
-
-def parts_of(spec: ModelSpec, parameter: str, layer: int, place: RankPlace) -> list[Part]:
+def parts_of(spec: ModelSpec, parameter: str, layer: int, seat: Seat) -> list[Part]:
     """Return what a parameter of Megatron-core holds on a rank, in the order of its rows.
 
     A name that both layer specs of Megatron-core have means the same in both; others belong to one
@@ -44,18 +36,18 @@ def parts_of(spec: ModelSpec, parameter: str, layer: int, place: RankPlace) -> l
         outer = {one.name: one for one in spec.outer_parameters()}
         names = {WORD_EMBEDDING: EMBEDDING, FINAL_NORM: NORM}
         names[OUTPUT] = EMBEDDING if spec.tie_embeddings else HEAD
-        return list(Joined(names[parameter]).parts(outer, place.tensor))
+        return list(Joined(names[parameter]).parts(outer, seat.tp))
     *_, inner = parameter.split(".", 3)
     block = spec.blocks[layer]
     prefix = block_prefix(layer)
     if found := _EXPERT.fullmatch(inner):
         assert isinstance(block.mlp, Moe)
-        first, _ = place.expert.of(block.mlp.num_experts)
+        first, _ = seat.ep.of(block.mlp.num_experts)
         expert = f"{block.mlp.name}.experts.{first + int(found[1] or found[4])}."
         rule, tensors = EXPERT[found[2] or found[3]], _within(expert, block)
-        parts, prefix = rule.parts(tensors, place.expert_tensor), prefix + expert
+        parts, prefix = rule.parts(tensors, seat.etp), prefix + expert
     else:
-        parts = block_rules(block)[inner].parts(_within("", block), place.tensor)
+        parts = block_rules(block)[inner].parts(_within("", block), seat.tp)
     return [replace(part, name=prefix + part.name) for part in parts]
 
 

@@ -19,22 +19,6 @@ Tensors = Mapping[str, TensorSpec]  # the Hugging Face tensors, by the name with
 
 
 @dataclass(frozen=True)
-class RankPart:
-    """Which of `count` equal parts a rank holds."""
-
-    count: int = 1
-    index: int = 0
-
-    def of(self, size: int) -> Range:
-        """Return the rank's range of `size` rows, which is a multiple of `count`."""
-        part = size // self.count
-        return part * self.index, part * (self.index + 1)
-
-
-ALONE = RankPart()
-
-
-@dataclass(frozen=True)
 class Part:
     """The rows `rows` of a rank's parameter are the box `box` of the tensor `name`."""
 
@@ -47,7 +31,7 @@ class Part:
 class Rule(Protocol):
     """How one parameter is made."""
 
-    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
+    def parts(self, tensors: Tensors, rank: Along) -> Iterator[Part]:
         """Yield the parts of a rank's parameter, in the order of its rows."""
         ...
 
@@ -61,11 +45,11 @@ class Joined:
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
+    def parts(self, tensors: Tensors, rank: Along) -> Iterator[Part]:
         row = 0
         for name in self.names:
             one = tensors[name]
-            box = part_box(one, Along(rank.index, rank.count))
+            box = part_box(one, rank)
             if box.extent[0] > 0:
                 yield Part(name, one.shape, box, (row, row + box.extent[0]))
             row += box.extent[0]
@@ -83,7 +67,7 @@ class QkvByGroup:
     key: str
     value: str
 
-    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
+    def parts(self, tensors: Tensors, rank: Along) -> Iterator[Part]:
         sizes = [(name, tensors[name].shape) for name in (self.query, self.key, self.value)]
         cut = tensors[self.key].cut
         num_groups = 1 if cut is None else cut.num_units

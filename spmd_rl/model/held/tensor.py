@@ -22,6 +22,11 @@ class Along:
     index: int = 0
     size: int = 1
 
+    def of(self, num_rows: int) -> tuple[int, int]:
+        """Return the rank's range of rows, whose number is a multiple of the ranks."""
+        part = num_rows // self.size
+        return part * self.index, part * (self.index + 1)
+
 
 ONE = Along()
 
@@ -30,12 +35,14 @@ ONE = Along()
 class Seat:
     """The place of a rank among those that hold a model.
 
-    FSDP2 shards experts along `expert_shards`, and all else along `shards`. As many ranks as
+    Megatron-core cuts within an expert along `etp`, and all else along `tp`. FSDP2 shards experts
+    along `expert_shards`, and all else along `shards`. As many ranks as
     `replicas` says have equal shards of all but experts, of which there is one copy.
     """
 
     tp: Along = ONE
     ep: Along = ONE
+    etp: Along = ONE
     shards: Along = ONE
     expert_shards: Along = ONE
     replicas: int = 1

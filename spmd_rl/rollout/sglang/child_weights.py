@@ -22,7 +22,7 @@ from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildCon
 from spmd_rl.rollout.sglang.expert_views import expert_views
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan.layout import Box, Dims, Piece
+from spmd_rl.weights.plan.layout import Piece, whole_box
 from spmd_rl.weights.proof.digest import digest
 from spmd_rl.weights.slab.peer_socket import PortionEntry
 from spmd_rl.weights.slab.portion_reader import Portion, PortionReader
@@ -85,7 +85,7 @@ def check_rules(pieces: Pieces, views: Mapping[str, Tensor]) -> None:
                 f"no rule says where SGLang keeps '{name}': leave engine.options.quantization out, "
                 "and set engine.options.moe_runner_backend = 'triton'"
             )
-        if name not in views and piece.box != _whole(piece.shape):
+        if name not in views and piece.box != whole_box(piece.shape):
             raise WeightsError(
                 f"no rule says where SGLang keeps this rank's part of '{name}': set "
                 "split.infer.tp = 1"
@@ -212,7 +212,3 @@ def digest_weights(context: ChildContext) -> None:
     """Send the digests of what the parameters hold."""
     receiver: PushLoader = context.kept["receiver"]
     context.socket.send(receiver.digests())
-
-
-def _whole(shape: Dims) -> Box:
-    return Box((0,) * len(shape), shape)

@@ -28,7 +28,6 @@ from spmd_rl.train.checkpoint.checkpoint_index import (
     INDEX_FILE,
     WEIGHTS,
     Index,
-    PiecesByKind,
     WrittenByRank,
     merged,
     read_index,
@@ -36,8 +35,8 @@ from spmd_rl.train.checkpoint.checkpoint_index import (
 )
 from spmd_rl.train.checkpoint.shards import ShardReader, write_shards
 from spmd_rl.train.checkpoint.trainer_state import TrainerState
-from spmd_rl.weights.local_tensors import LocalTensor
-from spmd_rl.weights.plan.layout import Piece
+from spmd_rl.weights.local_tensors import LocalTensor, pieces_of_ranks
+from spmd_rl.weights.plan.layout import PiecesByKind
 
 GRADIENTS, FSDP2 = "gradients", "fsdp2"  # a fact of a checkpoint: who computes them
 NO_OPTIMIZER = "the checkpoint holds no optimizer state, and the optimizer begins anew"
@@ -78,7 +77,7 @@ class CheckpointWriter:
         self._group = self._group or self._context.side_group()
         self._context.barrier()  # until the folder is there
         state = self._state()
-        self._layouts = self._layouts or self._agree_on_layouts(state)
+        self._layouts = self._layouts or pieces_of_ranks(state, self._context, self._group)
         own = self._own_share(state)
         copies = {
             kind: tensors if kind in self._backend.host_kinds else _copied(tensors)
@@ -112,15 +111,6 @@ class CheckpointWriter:
     def _state(self) -> State:
         state = self._backend.state()
         return state if self._optimizer else {WEIGHTS: state[WEIGHTS]}
-
-    def _agree_on_layouts(self, state: State) -> list[PiecesByKind]:
-        """Return which pieces every rank has."""
-        own = {
-            kind: [Piece(name, tensor.shape, tensor.dtype, tensor.box) for name, tensor in tensors]
-            for kind, tensors in state.items()
-        }
-        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(own), self._group)
-        return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]
 
     def _own_share(self, state: State) -> State:
         """Return the part of its state that this rank writes."""
@@ -249,10 +239,8 @@ def _names_by_kind(state: State, context: RoleContext) -> dict[str, set[str]]:
 
     A stage of a pipeline has but some of them, and so has a shard of Megatron-core's optimizer.
     """
-    own = {kind: {name for name, _ in tensors} for kind, tensors in state.items()}
-    blobs = context.all_gather_bytes(msgspec.msgpack.encode(own))
-    held = [msgspec.msgpack.decode(blob, type=dict[str, set[str]]) for blob in blobs]
-    return {kind: set().union(*(one[kind] for one in held)) for kind in own}
+    held = pieces_of_ranks(state, context)
+    return {kind: {piece.name for one in held for piece in one[kind]} for kind in state}
 
 
 def _fill(state: State, folder: Path, index: Index) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.train.checkpoint.trainer_state import TrainerState
-from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, Piece, disjoint
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, PiecesByKind, disjoint
 
 INDEX_FILE = "index.json"
 FORMAT = 1
@@ -31,7 +31,6 @@ OLD_FILES = ("trainer.json", ".metadata")  # of the previous format, which held 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]+\.safetensors\Z", max_length=200)]
-PiecesByKind = Mapping[str, Sequence[Piece]]  # of one rank
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

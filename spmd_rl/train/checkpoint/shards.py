@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,10 @@ from torch import Tensor
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.train.checkpoint.checkpoint_index import Index, SavedTensor, Shard, WrittenByRank
-from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors, NamedTensors
 from spmd_rl.weights.plan.layout import Box
 
 FILE_BYTES = 1 << 30  # a file is closed once it holds this much
-NamedTensors = Sequence[tuple[str, LocalTensor]]
 
 
 def write_shards(folder: Path, rank: int, boxes: Mapping[str, NamedTensors]) -> WrittenByRank:
@@ -103,8 +102,7 @@ class ShardReader:
         """Return a whole tensor, on the CPU. Raises: as `fill`."""
         saved = self._index.tensors[kind][name]
         tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-        box = Box((0,) * len(saved.shape), saved.shape)
-        self.fill(kind, name, LocalTensor(saved.shape, box, tensor))
+        self.fill(kind, name, LocalTensors.whole({name: tensor})[name])
         return tensor
 
     def _saved(self, kind: str, name: str, target: LocalTensor) -> SavedTensor:

@@ -26,7 +26,7 @@ from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.exact import has_engine_bits
 from spmd_rl.train.megatron.gather import GatheredTensors
-from spmd_rl.train.megatron.groups import cut_along, groups_of, place_of
+from spmd_rl.train.megatron.groups import cut_along, groups_of, seat_of
 from spmd_rl.train.megatron.library import (
     prepare_megatron,
     require_transformer_engine,
@@ -75,7 +75,7 @@ class Megatron:
         memory = memory or RoleMemory(None, context.device)
         with self._running(), memory.allocating("master"):
             chunks, config = self._build_chunks(context)
-            self._parameters = parameters_of(chunks, spec, place_of(context))
+            self._parameters = parameters_of(chunks, spec, seat_of(context))
             self._models = [_wrapped(one, config, self._settings, self._groups) for one in chunks]
             self._boxes = boxes_of(self._parameters)
             self._optimizer = self._build_optimizer()
@@ -113,7 +113,7 @@ class Megatron:
     def _build_chunks(self, context: RoleContext) -> tuple[list[Any], Any]:
         """Return this rank's chunks, and their `TransformerConfig`. The vocabulary is padded."""
         spec, settings = self._spec, self._settings
-        num_ranks = cut_along(context, "tp").count
+        num_ranks = cut_along(context, "tp").size
         padded_vocab = -(-spec.vocab_size // num_ranks) * num_ranks
         config = transformer_config(spec, settings, self._axes, self._dtype, self.device)
         return build_chunks(spec, settings, config, self._groups, padded_vocab), config
@@ -126,8 +126,7 @@ class Megatron:
         with torch.no_grad():
             for name, whole in weights:
                 for one in masters.get(name, ()):
-                    index = tuple(map(slice, one.box.offset, one.box.end))
-                    one.local.copy_(whole[index])
+                    one.local.copy_(whole[one.box.index])
             with self._running():
                 self._optimizer.write_weights()
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.local_tensors import NamedTensors, pieces_of_ranks
 from spmd_rl.weights.plan.layout import Box, Dims
 
-Named = Sequence[tuple[str, LocalTensor]]
-Held = dict[str, tuple[Dims, list[Box]]]  # a tensor's shape, and a rank's boxes of it
+WEIGHTS = "weights"
 
 
 class GatheredTensors:
@@ -25,7 +21,7 @@ class GatheredTensors:
         self._shapes: dict[str, Dims] = {}
         self._owners: dict[str, dict[Box, int]] = {}  # for each box the first rank that holds it
 
-    def whole(self, name: str, own: Named) -> Tensor:
+    def whole(self, name: str, own: NamedTensors) -> Tensor:
         """Return a whole tensor on every rank. `own` are all boxes of this rank.
 
         Ranks: all of the role. Blocks: until each box has been sent.
@@ -39,17 +35,11 @@ class GatheredTensors:
             if owner == self._context.rank:
                 part.copy_(held[box])
             dist.broadcast(part, group=self._context.group, group_src=owner)
-            whole[tuple(map(slice, box.offset, box.end))] = part
+            whole[box.index] = part
         return whole
 
-    def _exchange(self, own: Named) -> None:
-        held: Held = {}
-        for name, tensor in own:
-            held.setdefault(name, (tensor.shape, []))[1].append(tensor.box)
-        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(held))
-        for rank, blob in enumerate(blobs):
-            for name, (shape, boxes) in msgspec.msgpack.decode(blob, type=Held).items():
-                self._shapes[name] = shape
-                owners = self._owners.setdefault(name, {})
-                for box in boxes:
-                    owners.setdefault(box, rank)
+    def _exchange(self, own: NamedTensors) -> None:
+        for rank, pieces in enumerate(pieces_of_ranks({WEIGHTS: own}, self._context)):
+            for piece in pieces[WEIGHTS]:
+                self._shapes[piece.name] = piece.shape
+                self._owners.setdefault(piece.name, {}).setdefault(piece.box, rank)

@@ -6,8 +6,7 @@ from typing import Any
 
 from spmd_rl.mesh.axes import DATA, STAGE_ENDS
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.families.megatron import RankPlace
-from spmd_rl.model.families.rules import RankPart
+from spmd_rl.model.held.tensor import Along, Seat
 
 AXES_OF = {
     "tp": ("tp",),
@@ -48,12 +47,12 @@ def groups_of(context: RoleContext) -> Any:
     )
 
 
-def place_of(context: RoleContext) -> RankPlace:
+def seat_of(context: RoleContext) -> Seat:
     """Return this rank's place on the axes that cut parameters."""
-    return RankPlace(*(cut_along(context, axis) for axis in ("tp", "ep", "etp")))
+    return Seat(*(cut_along(context, axis) for axis in ("tp", "ep", "etp")))
 
 
-def cut_along(context: RoleContext, axis: str) -> RankPart:
+def cut_along(context: RoleContext, axis: str) -> Along:
     """Return how many ranks there are along an axis, and which of them this one is."""
     ranks = context.placement.ranks_along(context.world.rank, (axis,))
-    return RankPart(len(ranks), ranks.index(context.world.rank))
+    return Along(ranks.index(context.world.rank), len(ranks))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families.rules import ALONE, RankPart
+from spmd_rl.model.held.tensor import ONE, Along
 from spmd_rl.train.microbatch import MicroBatch
 
 Ints = NDArray[np.int64]
@@ -40,14 +40,14 @@ class Packed:
     scored: Tensor
 
 
-def deal_to_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int = 0) -> Packed:
+def deal_to_rank(micro: MicroBatch, context: Along, multiple: int, least: int = 0) -> Packed:
     """Return this rank's part of a micro-batch, whose tokens are dealt out in turn along cp.
 
     So they are as `SharedTokens` has them. Segments stay whole, and `lengths` and `prefixes` are
     those of all ranks. The rest is as in `pack_for_rank`.
     """
-    count, index = context.count, context.index
-    whole = pack_for_rank(micro, ALONE, multiple * count, least)
+    count, index = context.size, context.index
+    whole = pack_for_rank(micro, ONE, multiple * count, least)
     if count == 1:
         return whole
     chosen = (whole.rows % count == index).nonzero()[:, 0]
@@ -60,7 +60,7 @@ def deal_to_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int
     )
 
 
-def pack_for_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int = 0) -> Packed:
+def pack_for_rank(micro: MicroBatch, context: Along, multiple: int, least: int = 0) -> Packed:
     """Return this rank's part of a micro-batch.
 
     `context` is its place along cp; its tokens become a multiple of `multiple`. The micro-batch is
@@ -68,12 +68,12 @@ def pack_for_rank(micro: MicroBatch, context: RankPart, multiple: int, least: in
     not copied, and the host does not wait for the device.
     """
     lengths, padded, prefixes = _padded(micro, context, multiple, least)
-    if context.count == 1 and len(padded) == len(micro.lengths):
+    if context.size == 1 and len(padded) == len(micro.lengths):
         scored = torch.arange(micro.num_scored, device=micro.tokens.device)
         return Packed(micro.tokens, micro.positions, micro.lengths, prefixes, micro.rows, scored)
     source = _sources(lengths, padded)
     mine = np.concatenate([held_positions(int(size), context) for size in padded])
-    bases = np.repeat(np.cumsum(padded) - padded, padded // context.count)
+    bases = np.repeat(np.cumsum(padded) - padded, padded // context.size)
     held = source[mine + bases]  # the micro-batch's token at each of the rank's, or -1
     device = micro.tokens.device
     place = np.full(len(micro.tokens), -1)
@@ -87,25 +87,25 @@ def pack_for_rank(micro: MicroBatch, context: RankPart, multiple: int, least: in
 
 
 def _padded(
-    micro: MicroBatch, context: RankPart, multiple: int, least: int
+    micro: MicroBatch, context: Along, multiple: int, least: int
 ) -> tuple[Ints, Ints, NDArray[np.int32]]:
     """Return the lengths of the segments, those with padding, and their prefixes.
 
     The last segment may be padding alone, which nobody sees.
     """
-    each = 2 * context.count if context.count > 1 else 1
+    each = 2 * context.size if context.size > 1 else 1
     lengths = micro.lengths.astype(np.int64)
     padded = -(-lengths // each) * each
-    total, unit = int(padded.sum()), lcm(each, multiple * context.count)
+    total, unit = int(padded.sum()), lcm(each, multiple * context.size)
     if not (rest := -(-max(total, least) // unit) * unit - total):
         return lengths, padded, micro.prefixes
     prefixes = np.append(micro.prefixes, np.int32(-1))
     return np.append(lengths, 0), np.append(padded, rest), prefixes
 
 
-def num_padded(micro: MicroBatch, context: RankPart) -> int:
+def num_padded(micro: MicroBatch, context: Along) -> int:
     """Return the tokens of a micro-batch whose sequences are padded."""
-    each = 2 * context.count if context.count > 1 else 1
+    each = 2 * context.size if context.size > 1 else 1
     return int((-(-micro.lengths.astype(np.int64) // each) * each).sum())
 
 
@@ -116,9 +116,9 @@ def _sources(lengths: Ints, padded: Ints) -> Ints:
     return np.where(within < np.repeat(lengths, padded), starts + within, -1)
 
 
-def held_positions(length: int, context: RankPart) -> Ints:
+def held_positions(length: int, context: Along) -> Ints:
     """Return the positions within a sequence that a context-parallel rank has."""
-    if context.count == 1:
+    if context.size == 1:
         return np.arange(length)
-    chunks = np.arange(length).reshape(2 * context.count, -1)
-    return chunks[[context.index, 2 * context.count - 1 - context.index]].reshape(-1)
+    chunks = np.arange(length).reshape(2 * context.size, -1)
+    return chunks[[context.index, 2 * context.size - 1 - context.index]].reshape(-1)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_rl.model.families.megatron import EXPERTS, LAYERS, RankPlace, parts_of
+from spmd_rl.model.families.megatron import EXPERTS, LAYERS, parts_of
 from spmd_rl.model.families.rules import Part
+from spmd_rl.model.held.tensor import Seat
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.local_tensors import LocalTensor
 from spmd_rl.weights.plan.layout import Box, Dims
@@ -61,7 +62,7 @@ class Parameter:
                     yield part.name, LocalTensor(part.shape, box, memory.view(box.extent))
 
 
-def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: RankPlace) -> list[Parameter]:
+def parameters_of(chunks: Sequence[Any], spec: ModelSpec, seat: Seat) -> list[Parameter]:
     """Return the parameters of this rank's chunks."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -76,9 +77,9 @@ def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: RankPlace) -> l
             layer = -1
             if name.startswith(LAYERS):
                 layer = numbers[LAYERS + name.removeprefix(LAYERS).split(".")[0]]
-            if place.expert_tensor.count > 1 and EXPERTS in name:
+            if seat.etp.size > 1 and EXPERTS in name:
                 tensor.allreduce = False  # Megatron-core marks those alone that ep places
-            parts = parts_of(spec, name, layer, place)
+            parts = parts_of(spec, name, layer, seat)
             found.append(Parameter(f"{layer}:{name}", tensor, parts))
     for parameter in found:
         # Megatron-core counts it once for all ranks along tp, or each rank's own; its own

@@ -20,7 +20,7 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels import PackedAttention, Rotary, TokenAttention
 from spmd_rl.kernels.attention.shared_tokens import SharedAttention, SharedTokens
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families.rules import ALONE, RankPart
+from spmd_rl.model.held.tensor import ONE, Along
 from spmd_rl.model.scorer import CANDIDATES_OF_SETS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Outputs
@@ -42,7 +42,7 @@ class PipelineSchedule:
     chunks: Sequence[Any]
     config: Any
     groups: Any
-    context: RankPart
+    context: Along
     head: VocabularyHead | None
     rope_tables: tuple[Tensor, Tensor]
     logit_rows: int
@@ -123,7 +123,7 @@ class PipelineSchedule:
         """
         if len(self.chunks) == 1:
             return 0
-        context = ALONE if self.attends_locally else self.context
+        context = ONE if self.attends_locally else self.context
         return max(num_padded(micro, context) for micro in micros)
 
     def _pack(self, micro: MicroBatch, least: int) -> Packed:
@@ -174,7 +174,7 @@ class PipelineSchedule:
             device=packed.tokens.device,
             prefixes=packed.prefixes,
         )
-        if self.context.count == 1:
+        if self.context.size == 1:
             return whole
         return SharedAttention(whole, SharedTokens(int(packed.lengths.sum()), self.groups.cp))
 
@@ -212,7 +212,7 @@ class PipelineSchedule:
     def _whole(self, own: Tensor, scored: Tensor, num_scored: int) -> Tensor:
         """Return the outputs of all context-parallel ranks, in the order of the micro-batch."""
         own = own[: len(scored)]
-        if self.context.count == 1:
+        if self.context.size == 1:
             return own
         placed = own.new_zeros(num_scored, *own.shape[1:]).index_copy(0, scored, own)
         whole: Tensor = SumOver.apply(placed, self.groups.cp)

@@ -18,11 +18,11 @@ from spmd_rl.model.families.megatron import (
     LAYERS,
     OUTPUT,
     WORD_EMBEDDING,
-    RankPlace,
     parts_of,
 )
 from spmd_rl.model.families.megatron_layers import block_rules
-from spmd_rl.model.families.rules import Joined, Part, RankPart
+from spmd_rl.model.families.rules import Joined, Part
+from spmd_rl.model.held.tensor import Along, Seat
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
@@ -40,10 +40,10 @@ class Grid:
     ep: int = 1
     etp: int = 1
 
-    def places(self) -> Iterator[RankPlace]:
+    def places(self) -> Iterator[Seat]:
         """One rank for each way to cut: a checkpoint has each of them at least once."""
         for tp, ep, etp in np.ndindex(self.tp, self.ep, self.etp):
-            yield RankPlace(RankPart(self.tp, tp), RankPart(self.ep, ep), RankPart(self.etp, etp))
+            yield Seat(Along(tp, self.tp), Along(ep, self.ep), Along(etp, self.etp))
 
 
 def spec_of(family: str, groups: int, per_group: int, vocab: int, tied: bool) -> ModelSpec:
@@ -103,7 +103,7 @@ def layer_of(parameter: str) -> int:
     return int(parameter.split(".")[2]) if parameter.startswith(LAYERS) else -1
 
 
-def held(spec: ModelSpec, grid: Grid) -> Iterator[tuple[RankPlace, str, Dims, Part]]:
+def held(spec: ModelSpec, grid: Grid) -> Iterator[tuple[Seat, str, Dims, Part]]:
     for place in grid.places():
         for name, shape in parameters(spec, grid).items():
             for part in parts_of(spec, name, layer_of(name), place):
@@ -214,7 +214,7 @@ def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
     fused = np.concatenate([rank[f"{LAYERS}1.self_attention.linear_qkv.weight"] for rank in ranks])
     np.testing.assert_array_equal(fused, np.concatenate(groups))
     for index, rank in enumerate(ranks):
-        rows = slice(*RankPart(tp, index).of(mlp_of(spec).intermediate_size))
+        rows = slice(*Along(index, tp).of(mlp_of(spec).intermediate_size))
         halves = [arrays[f"{layer}mlp.{x}_proj.weight"][rows] for x in ("gate", "up")]
         np.testing.assert_array_equal(
             rank[f"{LAYERS}1.mlp.linear_fc1.weight"], np.concatenate(halves)
@@ -245,7 +245,7 @@ def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_of_transformer_engine_mean_the_same() -> None:
     spec = spec_of("qwen3_moe", 2, 2, 96, False)
-    place = RankPlace(RankPart(2, 1), RankPart(4, 3), RankPart(2, 1))
+    place = Seat(Along(1, 2), Along(3, 4), Along(1, 2))
     pairs = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.experts.linear_fc1.weight2": "mlp.experts.local_experts.2.linear_fc1.weight",
@@ -262,7 +262,7 @@ def test_our_own_attention_has_queries_then_keys_then_values() -> None:
     spec = spec_of("qwen2", 2, 3, 96, False)
     for kind in ("weight", "bias"):
         name = f"{LAYERS}0.self_attention.qkv_proj.{kind}"
-        parts = parts_of(spec, name, 1, RankPlace())
+        parts = parts_of(spec, name, 1, Seat())
         prefix, first = "model.layers.1.self_attn.", 0
         assert [part.name for part in parts] == [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
         for part in parts:
@@ -274,4 +274,4 @@ def test_our_own_attention_has_queries_then_keys_then_values() -> None:
 def test_an_unknown_parameter_is_an_error() -> None:
     spec = spec_of("llama", 2, 2, 96, False)
     with pytest.raises(KeyError, match="adapter"):
-        parts_of(spec, f"{LAYERS}0.adapter.weight", 0, RankPlace())
+        parts_of(spec, f"{LAYERS}0.adapter.weight", 0, Seat())

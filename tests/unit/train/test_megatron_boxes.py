@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.model.families.rules import Joined, RankPart
+from spmd_rl.model.families.rules import Joined
+from spmd_rl.model.held.tensor import ONE, Along
 from spmd_rl.model.layers.layer import Cut, TensorSpec
 from spmd_rl.train.megatron.packing import deal_to_rank, held_positions, num_padded, pack_for_rank
 from spmd_rl.train.megatron.parameters import Parameter, rectangles
@@ -45,7 +46,7 @@ def test_ranges_of_a_fused_parameter_give_back_the_tensors(cuts: list[int]) -> N
     back = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for index in range(2):
         named = {name: TensorSpec(name, shape, Cut(0, 8, "rows")) for name, shape in shapes.items()}
-        parts = list(Joined("gate", "up").parts(named, RankPart(2, index)))
+        parts = list(Joined("gate", "up").parts(named, Along(index, 2)))
         rows = slice(4 * index, 4 * index + 4)
         memory = torch.cat([tensors["gate"][rows], tensors["up"][rows]]).reshape(-1)
         parameter = Parameter("fused", memory.view(8, 5), parts)
@@ -62,13 +63,15 @@ def test_ranges_of_a_fused_parameter_give_back_the_tensors(cuts: list[int]) -> N
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([0, 50, 300]))
 def test_each_scored_token_is_on_one_rank(cp: int, multiple: int, least: int) -> None:
     micro = lay_out(make_batch(), CPU, whole=True)
-    packed = [pack_for_rank(micro, RankPart(cp, index), multiple, least) for index in range(cp)]
+    packed = [pack_for_rank(micro, Along(index, cp), multiple, least) for index in range(cp)]
     scored = torch.cat([one.scored for one in packed])
     assert sorted(scored.tolist()) == list(range(micro.num_scored))
     for one in packed:
         assert len(one.tokens) % multiple == 0
         assert (
-            len(one.tokens) * cp == one.lengths.sum() >= max(least, num_padded(micro, RankPart(cp)))
+            len(one.tokens) * cp
+            == one.lengths.sum()
+            >= max(least, num_padded(micro, Along(size=cp)))
         )
         assert torch.equal(one.tokens[one.rows], micro.tokens[micro.rows[one.scored]])
         assert torch.equal(one.positions[one.rows], micro.positions[micro.rows[one.scored]])
@@ -78,7 +81,7 @@ def test_each_scored_token_is_on_one_rank(cp: int, multiple: int, least: int) ->
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([0, 50, 300]))
 def test_tokens_in_turn_leave_prompts_shared(cp: int, multiple: int, least: int) -> None:
     micro = lay_out(make_batch(), CPU)
-    dealt = [deal_to_rank(micro, RankPart(cp, index), multiple, least) for index in range(cp)]
+    dealt = [deal_to_rank(micro, Along(index, cp), multiple, least) for index in range(cp)]
     num_tokens = sum(len(one.tokens) for one in dealt)
     assert num_tokens >= max(least, len(micro.tokens))
     whole = torch.stack([one.tokens for one in dealt], 1).flatten()
@@ -96,7 +99,7 @@ def test_tokens_in_turn_leave_prompts_shared(cp: int, multiple: int, least: int)
 
 
 def test_ranks_of_a_sequence_have_equal_work() -> None:
-    held = [held_positions(24, RankPart(3, index)) for index in range(3)]
+    held = [held_positions(24, Along(index, 3)) for index in range(3)]
     assert sorted(np.concatenate(held).tolist()) == list(range(24))
     assert len({int((one + 1).sum()) for one in held}) == 1, "each attends to as many keys"
 
@@ -104,17 +107,17 @@ def test_ranks_of_a_sequence_have_equal_work() -> None:
 def test_shared_prompts_stay_shared_without_context_parallelism() -> None:
     micro = lay_out(make_batch(), CPU)
     assert (micro.prefixes >= 0).any()
-    packed = pack_for_rank(micro, RankPart(), 1)
+    packed = pack_for_rank(micro, ONE, 1)
     assert torch.equal(packed.tokens, micro.tokens)
     np.testing.assert_array_equal(packed.prefixes, micro.prefixes)
 
 
 def test_a_whole_micro_batch_is_not_copied() -> None:
     micro = lay_out(make_batch(), CPU)
-    packed = pack_for_rank(micro, RankPart(), 1)
+    packed = pack_for_rank(micro, ONE, 1)
     names = ("tokens", "positions", "rows", "lengths", "prefixes")
     assert all(getattr(packed, name) is getattr(micro, name) for name in names)
-    padded = pack_for_rank(micro, RankPart(), 1, len(micro.tokens) + 1)
+    padded = pack_for_rank(micro, ONE, 1, len(micro.tokens) + 1)
     assert len(padded.tokens) == len(micro.tokens) + 1
     assert torch.equal(padded.rows, micro.rows) and torch.equal(padded.scored, packed.scored)
 
