@@ -11,21 +11,34 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from spmd_rl.algo.losses import Needs
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.route_replay import RouteReplay
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Piece, PiecesByKind
 
-# tensors by kind, "weights" among the kinds; a name may come several times
-State = Mapping[str, Sequence[tuple[str, LocalTensor]]]
+NamedTensors = Sequence[tuple[str, LocalTensor]]  # a name may come several times
+State = Mapping[str, NamedTensors]  # by kind, "weights" among the kinds
+
+
+def pieces_of_ranks(
+    state: State, context: RoleContext, group: ProcessGroup | None = None
+) -> list[PiecesByKind]:
+    """Return which pieces every rank of a role has. Ranks: all of the role."""
+    own = {kind: [one.piece(name) for name, one in tensors] for kind, tensors in state.items()}
+    blobs = context.all_gather_bytes(msgspec.msgpack.encode(own), group)
+    return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch import Tensor
 from spmd_rl.weights.delivery import DeliveredMoves, Delivery
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.packing import PackedBucket, aligned
-from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.plan.moves import ROUND_BYTES, Move, Traffic
 
 Buckets = dict[int, list[list[Move]]]  # by peer rank, in rounds
@@ -164,11 +163,9 @@ def _split_rows(move: Move, limit_bytes: int) -> Iterator[Move]:
     if move.num_bytes <= limit_bytes or not move.box.extent:
         yield move
         return
-    offset, extent = move.box.offset, move.box.extent
-    step = max(1, limit_bytes * extent[0] // move.num_bytes)
-    for start in range(0, extent[0], step):
-        size = min(step, extent[0] - start)
-        yield replace(move, box=Box((offset[0] + start, *offset[1:]), (size, *extent[1:])))
+    step = max(1, limit_bytes * move.box.extent[0] // move.num_bytes)
+    for block in move.box.row_blocks(step):
+        yield replace(move, box=block)
 
 
 class _Exchange:

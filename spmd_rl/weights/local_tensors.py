@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import msgspec
 from torch import Tensor
 
-from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, PiecesByKind, whole_box
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, whole_box
 
 
 @dataclass(frozen=True)
@@ -68,15 +61,3 @@ class LocalTensors(Mapping[str, LocalTensor]):
     def layout(self, rank: int) -> Layout:
         """Describe these tensors as plain data; `rank` is this process's rank in the world."""
         return Layout(rank, tuple(tensor.piece(name) for name, tensor in self.items()))
-
-
-NamedTensors = Sequence[tuple[str, LocalTensor]]  # a name may have several boxes
-
-
-def pieces_of_ranks(
-    state: Mapping[str, NamedTensors], context: RoleContext, group: ProcessGroup | None = None
-) -> list[PiecesByKind]:
-    """Return which pieces every rank of a role has, by kind. Ranks: all of the role."""
-    own = {kind: [one.piece(name) for name, one in tensors] for kind, tensors in state.items()}
-    blobs = context.all_gather_bytes(msgspec.msgpack.encode(own), group)
-    return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]

@@ -23,7 +23,7 @@ from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.observe import atomic_write
-from spmd_rl.train.backend import ModelBackend, State
+from spmd_rl.train.backend import ModelBackend, State, pieces_of_ranks
 from spmd_rl.train.checkpoint.checkpoint_index import (
     INDEX_FILE,
     WEIGHTS,
@@ -35,7 +35,7 @@ from spmd_rl.train.checkpoint.checkpoint_index import (
 )
 from spmd_rl.train.checkpoint.shards import ShardReader, write_shards
 from spmd_rl.train.checkpoint.trainer_state import TrainerState
-from spmd_rl.weights.local_tensors import LocalTensor, pieces_of_ranks
+from spmd_rl.weights.local_tensors import LocalTensor
 from spmd_rl.weights.plan.layout import PiecesByKind
 
 GRADIENTS, FSDP2 = "gradients", "fsdp2"  # a fact of a checkpoint: who computes them

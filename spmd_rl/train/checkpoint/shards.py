@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.train.backend import NamedTensors
 from spmd_rl.train.checkpoint.checkpoint_index import Index, SavedTensor, Shard, WrittenByRank
-from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors, NamedTensors
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan.layout import Box
 
 FILE_BYTES = 1 << 30  # a file is closed once it holds this much

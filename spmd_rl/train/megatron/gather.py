@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.weights.local_tensors import NamedTensors, pieces_of_ranks
+from spmd_rl.train.backend import NamedTensors, pieces_of_ranks
 from spmd_rl.weights.plan.layout import Box, Dims
 
 WEIGHTS = "weights"

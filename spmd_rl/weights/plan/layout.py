@@ -63,6 +63,12 @@ class Box:
                     )
             offset[dim], extent[dim] = hole.offset[dim], hole.extent[dim]
 
+    def row_blocks(self, num_rows: int) -> Iterator[Box]:
+        """Yield blocks of so many rows that together are this one; the last may have fewer."""
+        for start in range(0, self.extent[0], num_rows):
+            size = min(num_rows, self.extent[0] - start)
+            yield Box((self.offset[0] + start, *self.offset[1:]), (size, *self.extent[1:]))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this block in a tensor that holds just the block `outer`."""
         starts = (o - base for o, base in zip(self.offset, outer.offset, strict=True))

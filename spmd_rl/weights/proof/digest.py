@@ -24,7 +24,7 @@ from spmd_rl.weights.proof.memory_rows import memory_rows
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 22
 SMALL_ELEMENTS = 1 << 16  # of a box whose elements have kept keys, of 8 bytes each
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
@@ -146,7 +146,7 @@ class _SmallBoxes:
     def add_to(self, sums: Tensor) -> None:
         """Add the digest of each box to its number in `sums`."""
         values = torch.cat([t.detach().reshape(-1) for t in self._tensors]).to(self._target)
-        bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+        bits = values.view(BITS[values.element_size()]).to(torch.int64)
         until = mix_(self._keys + bits * signed(ODD)).cumsum(0)[self._last]
         until[1:] -= until[:-1].clone()
         sums[self._numbers] += until
@@ -174,7 +174,7 @@ def _box_sum(tensor: LocalTensor, dtype: torch.dtype) -> Tensor:
         part = rows[start : start + step].to(dtype)
         row = torch.arange(first_row + start, first_row + start + len(part), device=device)
         index = row.unsqueeze(1) * row_size + columns
-        bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+        bits = part.view(BITS[part.element_size()]).to(torch.int64)
         total += mix_(index * signed(GAMMA) + bits * signed(ODD)).sum()
     return total
 

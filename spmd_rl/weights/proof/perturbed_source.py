@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.plan.layout import Box, Layout
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from spmd_rl.weights.proof.digest import BITS
 
 
 class PerturbedSource:
@@ -35,4 +33,4 @@ def flip_lowest_bit(tensor: Tensor) -> None:
     """Flip the lowest bit of the first element, in place."""
     if tensor.numel():
         first = tensor[(0,) * tensor.dim()]
-        first.view(_BITS[tensor.element_size()]).bitwise_xor_(1)
+        first.view(BITS[tensor.element_size()]).bitwise_xor_(1)

@@ -40,14 +40,12 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
         raise WeightsError(f"a portion of {max_bytes} bytes has no room for one element")
     row_bytes = box.num_elements // box.extent[0] * item_bytes
     step = max(1, max_bytes // row_bytes)
-    for start in range(0, box.extent[0], step):
-        size = min(step, box.extent[0] - start)
-        offset = box.offset[0] + start
+    for block in box.row_blocks(step):
         if row_bytes <= max_bytes:
-            yield Box((offset, *box.offset[1:]), (size, *box.extent[1:]))
+            yield block
         else:
             for part in cut_box(Box(box.offset[1:], box.extent[1:]), item_bytes, max_bytes):
-                yield Box((offset, *part.offset), (1, *part.extent))
+                yield Box((block.offset[0], *part.offset), (1, *part.extent))
 
 
 def half_bytes(slab: Slab | MappedSlab) -> int:
