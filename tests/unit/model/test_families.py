@@ -22,7 +22,8 @@ from spmd_rl.model.families.megatron import (
 )
 from spmd_rl.model.families.megatron_layers import block_rules
 from spmd_rl.model.families.rules import Joined, Part
-from spmd_rl.model.held.tensor import Along, Seat
+from spmd_rl.model.held.held import Holder, held_tensors
+from spmd_rl.model.held.tensor import Along, Seat, part_box
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
@@ -180,6 +181,25 @@ def test_every_element_is_held_as_often_as_it_should(values: tuple) -> None:
     for (_, name), rows in covered.items():  # no row is left, but those that pad a vocabulary
         shape = parameters(spec, grid)[name]
         assert rows == shape[0] or name in (WORD_EMBEDDING, OUTPUT)
+
+
+@settings(max_examples=60)
+@given(CASES)
+def test_parts_are_those_of_the_table_of_all_roles(values: tuple) -> None:
+    """Where ranks do not divide the heads of keys, Megatron-core's blocks end within a group."""
+    spec, grid = case(values)
+    found: dict = defaultdict(set)
+    for seat, _, _, part in held(spec, grid):
+        found[seat, part.name].add(part.box)
+    for seat in grid.places():
+        for name, row in held_tensors(spec, seat, Holder(padding=1)).items():
+            if "self_attn" in name and attention_of(spec).num_kv_heads % grid.tp:
+                continue
+            box = row.part if row.spec.expert is None else part_box(row.spec, seat.etp)
+            boxes = found[seat, name]
+            assert all(one.intersect(box) == one for one in boxes), name
+            num_elements = box.num_elements if row.is_here else 0
+            assert sum(one.num_elements for one in boxes) == num_elements, name
 
 
 @settings(max_examples=60)
