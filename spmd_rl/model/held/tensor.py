@@ -36,16 +36,16 @@ class Seat:
     """The place of a rank among those that hold a model.
 
     Megatron-core cuts within an expert along `etp`, and all else along `tp`. FSDP2 shards experts
-    along `expert_shards`, and all else along `shards`. As many ranks as
-    `replicas` says have equal shards of all but experts, of which there is one copy.
+    along `expert_shards`, and all else along `shards`. As many ranks as `replicas` says have equal
+    shards of all but experts, of which there is one copy.
     """
 
     tp: Along = ONE
     ep: Along = ONE
-    etp: Along = ONE
     shards: Along = ONE
     expert_shards: Along = ONE
     replicas: int = 1
+    etp: Along = ONE
 
 
 class HeldTensor(NamedTuple):

@@ -49,7 +49,8 @@ def groups_of(context: RoleContext) -> Any:
 
 def seat_of(context: RoleContext) -> Seat:
     """Return this rank's place on the axes that cut parameters."""
-    return Seat(*(cut_along(context, axis) for axis in ("tp", "ep", "etp")))
+    tp, ep, etp = (cut_along(context, axis) for axis in ("tp", "ep", "etp"))
+    return Seat(tp, ep, etp=etp)
 
 
 def cut_along(context: RoleContext, axis: str) -> Along:

@@ -12,7 +12,7 @@ from spmd_rl.kernels import linear, rms_norm, silu_mul
 from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.low_precision.products import coded_linear
-from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats import FORMATS, WeightFormat
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.low_precision import coded_dispatch
@@ -44,7 +44,7 @@ SHAPES = (
 )
 
 
-def weight_of(n: int, k: int, seed: int = 0, name: str = "e4m3") -> BlockCodes:
+def weight_of(n: int, k: int, seed: int = 0, name: WeightFormat = "e4m3") -> BlockCodes:
     """Return codes of all kinds, denormal ones too, with scales far apart."""
     generator, found = torch.Generator("cuda").manual_seed(seed), FORMATS[name]
 
@@ -80,7 +80,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("exponent", [-117, -9, 0, 7])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_code_is_decoded_to_its_number(name: str, exponent: int) -> None:
+def test_every_code_is_decoded_to_its_number(name: WeightFormat, exponent: int) -> None:
     """Bytes of all kinds, in each place of a block."""
     weight = with_scales(weight_of(256, 512, 0, name), 2.0**exponent)
     weight.codes.view(torch.uint8)[:] = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
@@ -92,7 +92,7 @@ def test_every_code_is_decoded_to_its_number(name: str, exponent: int) -> None:
 
 @pytest.mark.parametrize("exponent", [-117, -9, 0, 7])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_product_decodes_every_code(name: str, exponent: int) -> None:
+def test_the_product_decodes_every_code(name: WeightFormat, exponent: int) -> None:
     """A product with one column of x that is 1, and 0 elsewhere, is a column of the weight."""
     weight = with_scales(weight_of(256, 128, 0, name), 2.0**exponent)
     codes = torch.arange(256, dtype=torch.uint8)
@@ -109,7 +109,9 @@ def test_the_product_decodes_every_code(name: str, exponent: int) -> None:
 @pytest.mark.parametrize("first_row", [0, 37])
 @pytest.mark.parametrize("shape", [(300, 256), (129, 200), (5, 16)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_rounding_is_that_of_the_cpu(name: str, shape: tuple[int, int], first_row: int) -> None:
+def test_rounding_is_that_of_the_cpu(
+    name: WeightFormat, shape: tuple[int, int], first_row: int
+) -> None:
     own = FORMATS[name]
     values = torch.randn(shape) * torch.randn(shape).mul(3).exp2()
     values[0, :9] = torch.tensor([0, -0.0, 1, 17 / 16, 19 / 16, 2**-9, 3 * 2**-10, 448, 2**-10])
@@ -132,7 +134,7 @@ def test_rounding_is_that_of_the_cpu(name: str, shape: tuple[int, int], first_ro
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_has_the_bits_of_the_decoded_weight(
-    name: str, shape: tuple[int, int], has_bias: bool, rows, unequal
+    name: WeightFormat, shape: tuple[int, int], has_bias: bool, rows, unequal
 ) -> None:
     n, k = shape
     weight = weight_of(n, k, 0, name)
@@ -147,7 +149,7 @@ def test_a_product_has_the_bits_of_the_decoded_weight(
 
 @pytest.mark.parametrize("kind", ["wide", "cancelling"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_hard_numbers_have_the_same_chain(name: str, kind: str, unequal) -> None:
+def test_hard_numbers_have_the_same_chain(name: WeightFormat, kind: str, unequal) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     n, k = 512, 4096
     x = torch.randn(64, k, generator=generator, device="cuda")
@@ -164,7 +166,7 @@ def test_hard_numbers_have_the_same_chain(name: str, kind: str, unequal) -> None
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("num_rows", [1, 100])
-def test_every_tile_has_the_same_bits(name: str, num_rows: int, rows, unequal) -> None:
+def test_every_tile_has_the_same_bits(name: WeightFormat, num_rows: int, rows, unequal) -> None:
     """Of weights whose rows and columns no tile divides."""
     n, k = 1000, 2032
     weight = weight_of(n, k, 0, name)
@@ -181,7 +183,7 @@ def test_every_tile_has_the_same_bits(name: str, num_rows: int, rows, unequal) -
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_bindings_triton_has_the_same_bits(
-    name: str, rows, unequal, monkeypatch: pytest.MonkeyPatch
+    name: WeightFormat, rows, unequal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coded_dispatch, "has_bindings", lambda: False)
     weight, x = weight_of(1024, 2048, 0, name), rows("normal", 200, 2048)
@@ -192,7 +194,7 @@ def test_without_bindings_triton_has_the_same_bits(
 
 @pytest.mark.parametrize("num_rows", [1, 16, 24, 100, 256])
 @pytest.mark.parametrize("name", FORMATS)
-def test_graphs_replay_the_same_bits(name: str, num_rows: int, rows, unequal) -> None:
+def test_graphs_replay_the_same_bits(name: WeightFormat, num_rows: int, rows, unequal) -> None:
     """Products begin early, behind kernels that write what they read."""
     up, down = weight_of(4096, 1024, 0, name), weight_of(1024, 2048, 1, name)
     scale = 1 + rows("normal", 1, 1024)[0] / 8
@@ -216,7 +218,7 @@ def test_graphs_replay_the_same_bits(name: str, num_rows: int, rows, unequal) ->
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_control_a_scale_of_more_bits_is_found(name: str) -> None:
+def test_control_a_scale_of_more_bits_is_found(name: WeightFormat) -> None:
     weight = weight_of(256, 256, 0, name)
     odd = replace(weight, scales=weight.scales.float() * 1.23)
     assert not torch.equal(decode_on_gpu(odd).double(), exact(odd))
@@ -224,7 +226,7 @@ def test_control_a_scale_of_more_bits_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_control_one_code_changes_the_product(name: str, rows, unequal) -> None:
+def test_control_one_code_changes_the_product(name: WeightFormat, rows, unequal) -> None:
     weight, x = weight_of(1024, 2048, 0, name), rows("normal", 16, 2048)
     before = coded_linear(x, weight)
     column = int(weight.decoded(torch.float32)[3, :64].abs().argmax())
@@ -239,7 +241,7 @@ def test_control_mma_sync_in_another_order_is_not_taken() -> None:
 
 @pytest.mark.parametrize("first_row", [0, 37])
 @pytest.mark.parametrize("name", FORMATS)
-def test_several_weights_are_rounded_as_each_alone(name: str, first_row: int) -> None:
+def test_several_weights_are_rounded_as_each_alone(name: WeightFormat, first_row: int) -> None:
     own, values = FORMATS[name], torch.randn(5, 129, 200, device="cuda")
     scales = own.scales_of(block_codes.maxima(own, values, first_row + 129, first_row))
     for dtype in (torch.bfloat16, torch.float32):
@@ -252,7 +254,7 @@ def test_several_weights_are_rounded_as_each_alone(name: str, first_row: int) ->
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_weights_are_those_of_the_cpu(name: str) -> None:
+def test_quantised_weights_are_those_of_the_cpu(name: WeightFormat) -> None:
     weight = torch.randn(300, 272)
     host, device = (
         block_codes.quantised(FORMATS[name], weight),

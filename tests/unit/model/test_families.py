@@ -44,7 +44,7 @@ class Grid:
     def places(self) -> Iterator[Seat]:
         """One rank for each way to cut: a checkpoint has each of them at least once."""
         for tp, ep, etp in np.ndindex(self.tp, self.ep, self.etp):
-            yield Seat(Along(tp, self.tp), Along(ep, self.ep), Along(etp, self.etp))
+            yield Seat(Along(tp, self.tp), Along(ep, self.ep), etp=Along(etp, self.etp))
 
 
 def spec_of(family: str, groups: int, per_group: int, vocab: int, tied: bool) -> ModelSpec:
@@ -265,7 +265,7 @@ def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_of_transformer_engine_mean_the_same() -> None:
     spec = spec_of("qwen3_moe", 2, 2, 96, False)
-    place = Seat(Along(1, 2), Along(3, 4), Along(1, 2))
+    place = Seat(Along(1, 2), Along(3, 4), etp=Along(1, 2))
     pairs = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.experts.linear_fc1.weight2": "mlp.experts.local_experts.2.linear_fc1.weight",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.model.formats import FORMATS
 from spmd_rl.model.formats.coded_tensors import as_codes, as_rounded
 from spmd_rl.model.formats.coded_weights import coded_shapes, format_of
@@ -36,6 +37,13 @@ NAME = E2M1.name
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, NAME, E2M1)  # type: ignore[misc]
+
+
+def test_each_block_of_32_columns_has_its_scale() -> None:
+    values = torch.tensor([[6000.0] * 32 + [0.75] * 32 + [-3.5] * 7])
+    coded = block_codes.quantised(E2M1, values)
+    assert (tuple(coded.codes.shape), coded.scales.tolist()) == ((1, 48), [[1024, 0.125, 1]])
+    assert coded.decoded(torch.float32).tolist() == [[6144] * 32 + [0.75] * 32 + [-3] * 7]
 
 
 def test_it_trains_with_what_its_codes_stand_for(new_trainer: NewTrainer) -> None:
