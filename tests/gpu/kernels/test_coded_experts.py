@@ -11,7 +11,7 @@ from torch import nn
 from spmd_rl.kernels import linear_fp32
 from spmd_rl.kernels.low_precision.block_codes import BlockCodes
 from spmd_rl.kernels.runtime.cuda_graph import capture
-from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats import FORMATS, WeightFormat
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.linear import Linear
 from tests.gpu.kernels.mixtures import SIZES, mixture, one_by_one
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="the kernel needs wgmma of Ho
 ROWS = (1, 2, 8, 33, 64, 256, 512, 3000)
 
 
-def coded_mixture(name: str, of_codes: str) -> tuple[MoeMlp, MoeMlp]:
+def coded_mixture(name: str, of_codes: WeightFormat) -> tuple[MoeMlp, MoeMlp]:
     """Return a layer whose experts hold codes of all kinds, and one with what these stand for."""
     coded, plain = mixture(name), mixture(name)
     for number, (expert, other) in enumerate(zip(coded.experts, plain.experts, strict=True)):
@@ -47,7 +47,7 @@ def codes_of(module: MoeMlp, name: str) -> list[BlockCodes]:
 @pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
 def test_codes_have_the_bits_of_what_they_stand_for(
-    of_codes: str, name: str, rows, unequal
+    of_codes: WeightFormat, name: str, rows, unequal
 ) -> None:
     coded, plain = coded_mixture(name, of_codes)
     for count in ROWS:
@@ -60,7 +60,9 @@ def test_codes_have_the_bits_of_what_they_stand_for(
 
 @pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(of_codes: str, rows, unequal) -> None:
+def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(
+    of_codes: WeightFormat, rows, unequal
+) -> None:
     coded, _ = coded_mixture("30B-A3B", of_codes)
     x = rows("normal", 4096, SIZES["30B-A3B"].hidden)
     whole = coded(x)
@@ -71,7 +73,7 @@ def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(of_codes: str, rows,
 
 @pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_a_graph_reads_the_codes_of_a_later_push(of_codes: str, rows, unequal) -> None:
+def test_a_graph_reads_the_codes_of_a_later_push(of_codes: WeightFormat, rows, unequal) -> None:
     coded, plain = coded_mixture("30B-A3B", of_codes)
     x = rows("normal", 8, SIZES["30B-A3B"].hidden)
     coded(x)  # makes the tables
@@ -85,7 +87,9 @@ def test_a_graph_reads_the_codes_of_a_later_push(of_codes: str, rows, unequal) -
 
 @pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_control_one_code_of_one_expert_changes_the_output(of_codes: str, rows, unequal) -> None:
+def test_control_one_code_of_one_expert_changes_the_output(
+    of_codes: WeightFormat, rows, unequal
+) -> None:
     coded, plain = coded_mixture("tiny", of_codes)
     x = rows("normal", 64, SIZES["tiny"].hidden)
     assert unequal(coded(x), plain(x)) == 0
