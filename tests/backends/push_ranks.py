@@ -41,8 +41,7 @@ class NotingSource(TensorSource):
     """A source that notes the boxes that a push asks it for."""
 
     def __init__(self, source: TensorSource) -> None:
-        self._pieces = source._pieces
-        self.open = source.open
+        super().__init__(source._pieces.named(), source.open)
         self.asked: list[tuple[str, Box]] = []
 
     def view(self, name: str, box: Box) -> Tensor | None:
