@@ -271,12 +271,7 @@ class ShardedModel:
     def note_base(self, context: RoleContext) -> None:
         """Have the contract name the base weights, which are set. Ranks: all of the role."""
         shards = self.shards_of(sorted(self.base & self.local.keys()))
-        own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
-        parts = [
-            msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])
-            for blob in context.all_gather_bytes(own)
-        ]
-        self.base_fact = base_fact(combine(parts))
+        self.base_fact = base_fact(_digests(shards, context))
 
     def shards_of(self, names: Iterable[str]) -> LocalTensors:
         """Return this rank's shards of these parameters."""
@@ -304,3 +299,13 @@ class ShardedModel:
 def _own(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, the memory itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _digests(shards: LocalTensors, context: RoleContext) -> dict[str, int]:
+    """Return the digests of tensors of which each rank of a role has its shards."""
+    own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
+    parts = [
+        msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])
+        for blob in context.all_gather_bytes(own)
+    ]
+    return combine(parts)
