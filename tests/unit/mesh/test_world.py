@@ -52,3 +52,9 @@ def test_restarts_over_several_nodes_need_fresh_stores(monkeypatch: pytest.Monke
         ConfigError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node"
     ):
         open_store(world)
+
+
+def test_ranks_of_one_host_are_neighbours() -> None:
+    world = World(rank=1, size=8, local_rank=1, local_size=4, node=0, run_id="r", restart=0)
+    assert all(map(world.has_one_host, [(0, 3), (4, 5)]))
+    assert not any(map(world.has_one_host, [(3, 4), (0, 4)]))
