@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import beside_commit, laptop_vs_trl
-from benchmarks.beside_commit import NOW, ROOT, SHIPPED, THEN, Side
+from benchmarks.beside_commit import NOW, ROOT, THEN, Side
 
 
 class FakePeer:
@@ -82,29 +82,6 @@ def test_a_decode_step_is_free_of_prefill(now_s: float, holds: bool) -> None:
     assert (step.value, step.peer_value) == (pytest.approx(1e3 * now_s), pytest.approx(1.0))
     assert processor.value == pytest.approx(2e3 * now_s)
     assert [row.holds for row in rows] == [holds, None, None] * len(beside_commit.ON_CPU.decode)
-
-
-def test_a_rollout_is_measured_by_its_tokens() -> None:
-    sides = {
-        name: side(lambda asked, count=count: {"seconds": 2.0, "cpu_s": 3.0, "num_tokens": count})
-        for name, count in ((NOW, 200), (THEN, 100))
-    }
-    rows = list(beside_commit.rollout(beside_commit.ON_CPU, sides, 1))
-    assert [row.ratio for row in rows] == [0.5, 0.5, 0.5]
-    (asked, *_) = sides[NOW].peer.asked  # type: ignore[attr-defined]
-    assert (asked["prompts"], asked["samples"]) == (512, 8)
-
-
-def test_the_bar_of_the_demo_is_on_what_both_have() -> None:
-    seconds = {NOW: 1.02, SHIPPED: 1.2, THEN: 1.0}
-    sides = {
-        name: side(lambda asked, each=each: {"seconds": [each] * asked["laps"], "cpu_s": each})
-        for name, each in seconds.items()
-    }
-    rows = list(beside_commit.demo(sides, 1))
-    assert [(row.ratio, row.holds) for row in rows[::3]] == [(1.02, True), (1.2, None)]
-    del sides[SHIPPED]
-    assert len(list(beside_commit.demo(sides, 1))) == 3
 
 
 def test_an_earlier_benchmark_is_mended(tmp_path: Path) -> None:
