@@ -67,13 +67,15 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
 def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
     """Start `spmd-rl` in `tmp_path`, forked from a process that has imported torch.
 
-    Its controller is a new process, which has not, or is forked by `main=forking`. Its whole
-    process group ends with the test.
+    Its controller is a new process, which has not, or is forked by `main=forking`. Runs that go on
+    at once have folders of their own, `beside` each other. All process groups end with the test.
     """
     launched: list[Launched] = []
 
-    def run(*words: str, main: Main = be_spmd_rl) -> Launched:
-        launched.append(Launched(list(words), tmp_path, environment, main))
+    def run(*words: str, main: Main = be_spmd_rl, beside: str = "") -> Launched:
+        folder = tmp_path / beside
+        folder.mkdir(exist_ok=True)
+        launched.append(Launched(list(words), folder, environment | {"TMPDIR": str(folder)}, main))
         return launched[-1]
 
     yield run
@@ -88,9 +90,10 @@ def chaos(launch: Launch) -> Launch:
     Scenarios that end well see that the controller does without torch.
     """
 
-    def run(scenario: str, *words: str) -> Launched:
+    def run(scenario: str, *words: str, beside: str = "") -> Launched:
         main = be_spmd_rl if scenario in ("fine", "once") else forking
-        return launch("run", CHAOS, "--nproc=2", f"--scenario={scenario}", *words, main=main)
+        words = ("run", CHAOS, "--nproc=2", f"--scenario={scenario}", *words)
+        return launch(*words, main=main, beside=beside)
 
     return run
 

@@ -223,32 +223,33 @@ def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> 
     assert all(map(gone, everyone))
 
 
-def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> None:
-    """Only the controller can say why: the launcher would only add how the ranks ended."""
-    process = chaos("hang", "--run.lost_after_s=10")
-    pids = report(process)
-    for pid in pids["ranks"]:
-        os.kill(pid, signal.SIGSTOP)
-    code, _, last = outcome(process)
-    assert code == 1
-    assert re.fullmatch(
-        r"lost (rank [01] \(host \S+, pid \d+\)(, )?){1,2}, last heard [\d.]+ s ago, in .*", last
-    ), last
-    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+# ranks that are stopped, or else the controller, and the last line
+STOPPED = {
+    "rank 0": ([0], r"lost rank 0 \(host .*"),
+    "rank 1": ([1], r"lost rank 1 \(host .*"),
+    "both": ([0, 1], r"lost (rank [01] \(host \S+, pid \d+\)(, )?){1,2}, last heard .*"),
+    "controller": ([], r".*lost the controller: silent for 10 s.*"),
+}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victim: int) -> None:
-    process = chaos("hang", "--run.lost_after_s=10")
-    pids = report(process)
-    os.kill(pids["ranks"][victim], signal.SIGSTOP)
-    code, _, last = outcome(process)
-    assert code == 1
-    assert f"lost rank {victim} (host " in last
-    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
-    stacks = [(tmp_path / f"runs/chaos/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
-    assert "no answer" in stacks[victim]
-    assert "in hang" in stacks[1 - victim]
+def test_whoever_is_stopped_is_lost_and_ended(chaos: Launch, tmp_path: Path) -> None:
+    """All runs wait for the same ten seconds."""
+    runs = {}
+    for name, (ranks, _) in STOPPED.items():
+        process = chaos("hang", "--run.lost_after_s=10", beside=name)
+        pids = report(process)
+        for pid in [pids["ranks"][rank] for rank in ranks] or [pids["controller"]]:
+            os.kill(pid, signal.SIGSTOP)
+        runs[name] = process, [pids["controller"], *pids["ranks"]]
+    for name, (process, everyone) in runs.items():
+        code, _, last = outcome(process)
+        assert code == 1
+        assert re.fullmatch(STOPPED[name][1], last), last
+        assert all(map(gone, everyone))
+    for victim in (0, 1):
+        stacks = tmp_path / f"rank {victim}/runs/chaos/stacks"
+        assert "no answer" in (stacks / f"rank_{victim}.txt").read_text()
+        assert "in hang" in (stacks / f"rank_{1 - victim}.txt").read_text()
 
 
 def test_a_deadline_ends_a_stopped_worker(chaos: Launch) -> None:
@@ -259,16 +260,6 @@ def test_a_deadline_ends_a_stopped_worker(chaos: Launch) -> None:
     assert code == 1
     assert "rank 1 (host " in last
     assert "which does not answer" in last
-    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
-
-
-def test_a_stopped_controller_is_lost_and_ended(chaos: Launch) -> None:
-    process = chaos("hang", "--run.lost_after_s=10")
-    pids = report(process)
-    os.kill(pids["controller"], signal.SIGSTOP)
-    code, _, last = outcome(process)
-    assert code == 1
-    assert "lost the controller: silent for 10 s" in last
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 

@@ -85,23 +85,23 @@ def said(err: str) -> list[str]:
     return [line for line in err.splitlines() if not line.endswith(" ...")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+RENDEZVOUS = "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"
+
+
 @pytest.mark.parametrize(
-    ("module", "moment"),
+    ("module", "number"),
     [
-        ("torch", " before it began"),
-        ("torch.distributed.fsdp", " before it began"),
-        ("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", ""),
+        ("torch", signal.SIGHUP),
+        ("torch", signal.SIGTERM),
+        ("torch.distributed.fsdp", signal.SIGINT),
+        (RENDEZVOUS, signal.SIGINT),
+        (RENDEZVOUS, signal.SIGHUP),
     ],
 )
 def test_the_launcher_while_it_starts(
-    start: Start,
-    spmd_rl: list[str],
-    tmp_path: Path,
-    module: str,
-    moment: str,
-    number: signal.Signals,
+    start: Start, spmd_rl: list[str], tmp_path: Path, module: str, number: signal.Signals
 ) -> None:
+    moment = "" if module == RENDEZVOUS else " before it began"
     recipe = AT_AN_IMPORT.format(module=module, number=number.name)
     code, err = ended(start, spmd_rl, tmp_path, recipe)
     if number == signal.SIGHUP and not moment:
