@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import pytest
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE
-from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
-from tests.dist.recipes.test_loops import ARITHMETIC, DISJOINT, EVEN, check_proof, drawn
-from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
+from tests.dist.recipes.test_loops import ARITHMETIC, DISJOINT, EVEN, check_proof
+from tests.dist.recipes.test_sleep import exported
 
 pytestmark = pytest.mark.dist
 
@@ -39,18 +37,6 @@ def test_grpo_learns_with_adapters_alone(run: Any, nproc: int) -> None:
         "adapter_model.safetensors",
         "tokenizer.json",
     }
-
-
-def test_splits_and_sleep_draw_the_same_tokens(run: Any) -> None:
-    words = (*LORA, "--steps=3", "--kl.coef=0.1")
-    awake = run("grpo", *words, NEVER, name="awake")
-    asleep = run("grpo", *words, ALWAYS, name="asleep")
-    split = run("grpo", *words, *DISJOINT, nproc=2, name="split")
-    for ended in (awake, asleep, split):
-        check_proof(ended, 3)
-    assert drawn(awake, 3) == drawn(asleep, 3) == drawn(split, 3)
-    assert exported(awake) == exported(asleep) == exported(split) != {}
-    assert awake.metrics[0]["train/kl"] == 0 < awake.metrics[2]["train/kl"]
 
 
 @pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.system), 2])
@@ -81,20 +67,6 @@ def test_the_base_comes_from_the_model_folder(run: Any) -> None:
     data = f"--data={EXAMPLE / 'eval.jsonl'}@[:3]"
     scores = run("evaluate", checkpoint, data, "--sampling.max_tokens=2", name="s", small=False)
     assert scores.code == 0, "model and adapters are those of the run: " + scores.sentence
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_goes_on_with_the_same_bits(run: Any, nproc: int) -> None:
-    words = (*LORA, *KEEP_ALL, "--run.resume=true", "--steps=3")
-    whole = run("grpo", *words, nproc=nproc)
-    assert whole.code == 0, whole.sentence
-    learned = exported(whole)
-    forget_after(whole.folder, 2)
-    shutil.rmtree(whole.folder / "hf")
-    again = run("grpo", *words, nproc=nproc)
-    assert again.code == 0, again.sentence
-    assert "resuming at step 3" in again.output
-    assert exported(again) == learned != {}
 
 
 def test_a_run_begins_with_exported_adapters(run: Any) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE, run_in
-from tests.dist.recipes.test_loops import DISJOINT, check_proof, drawn
+from tests.dist.recipes.test_loops import DISJOINT, check_proof
 from tests.dist.recipes.test_lora import LORA, adapter_shapes
-from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
 from tests.fakes.sglang_child import write_site
 
 pytestmark = pytest.mark.dist
@@ -98,17 +97,6 @@ def test_grpo_learns_and_says_how_far_log_probs_are(run: Any) -> None:
     control = run("grpo", *LORA, "--steps=2", nproc=2, name="alone")
     check_proof(control, 2)
     assert control.metrics[1]["onpolicy/mean_abs_dlogp"] == 0
-
-
-def test_splits_and_sleep_draw_the_same_tokens(run: Any) -> None:
-    words = (*MERGED, "--steps=3", "--kl.coef=0.1")
-    awake = run("grpo", *words, NEVER, name="awake")
-    asleep = run("grpo", *words, ALWAYS, name="asleep")
-    split = run("grpo", *words, *DISJOINT, nproc=2, name="split")
-    for ended in (awake, asleep, split):
-        assert ended.code == 0, ended.sentence
-    assert drawn(awake, 3) == drawn(asleep, 3) == drawn(split, 3)
-    assert exported(awake) == exported(asleep) == exported(split) != {}
 
 
 def test_sglang_generates_for_a_trainer_of_adapters(run: Any, tmp_path: Path) -> None:

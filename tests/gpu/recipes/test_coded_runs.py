@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.grpo_proof import broken_promises
-from tests.dist.recipes.test_coded_cache import CACHE
-from tests.dist.recipes.test_coded_weights import CODES, CODES_OF_4_BITS
+from tests.dist.recipes.test_features import CACHE, CODES, CODES_OF_4_BITS
 from tests.gpu.recipes.flipped_code import FLIPPED
 from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
 from tests.gpu.recipes.test_settings import MIXTURE
