@@ -31,7 +31,8 @@ from spmd_rl.weights.plan.layout import Box, Layout, Piece
 from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSink, TensorSource
 from tests.backends.megatron_case import make_batch
-from tests.dist.weights_ranks import SMALL_BUCKET_BYTES, gathered
+from tests.dist.test_weights import SMALL_BUCKET_BYTES
+from tests.dist.trainers import gathered
 
 TRAIN, INFER = RoleSplit("0-3", tp=2, pp=2), RoleSplit("3-4")
 LR = 1e-2

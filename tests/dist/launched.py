@@ -1,13 +1,15 @@
-"""`spmd-rl`, or a script on several ranks, in a process forked from one that has imported torch and
-the package. These imports are more than half of the processor time of a small run.
+"""`spmd-rl`, or several ranks, in a process forked from one that has imported torch and the
+package. These imports are more than half of the processor time of a small run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -67,11 +69,40 @@ def run_script(words: list[str]) -> int:
     return launch(int(words[0]), _be_rank, words[1:], max_restarts=0, grace_s=0)
 
 
+def run_function(words: list[str]) -> int:
+    """Call a function on several ranks: the words are their number, a folder and the call."""
+    from spmd_rl.cli.launcher import launch
+
+    return launch(int(words[0]), _call, words[1:], max_restarts=0, grace_s=0)
+
+
 def _be_rank(words: list[str]) -> int:
     sys.argv = words
+    return _exit_code(lambda: runpy.run_path(words[0], run_name="__main__"))
+
+
+def _call(words: list[str]) -> int:
+    return _exit_code(lambda: _call_in_world(*words))
+
+
+def _call_in_world(folder: str, call: str) -> None:
+    import torch.distributed as dist
+
+    from spmd_rl.mesh.world import World, join, open_store
+
+    world = World.from_env()
+    join(world, open_store(world))
+    function, args = pickle.loads(bytes.fromhex(call))
+    found = function(world, *args)
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # a rank that ends early would end connections that others still use
+    dist.destroy_process_group()
+
+
+def _exit_code(act: Callable[[], object]) -> int:
     try:
-        runpy.run_path(words[0], run_name="__main__")
-    except Exception:  # whatever a script raises ends its rank with exit code 1
+        act()
+    except Exception:  # whatever a rank raises ends it with exit code 1
         traceback.print_exc()
         return 1
     return 0

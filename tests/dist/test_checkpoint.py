@@ -7,37 +7,64 @@ from typing import Any
 
 import pytest
 
-from tests.dist.torchrun import torchrun
+from spmd_rl.mesh.split import RoleSplit
+from spmd_rl.mesh.world import World
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.trainer import Trainer
+from tests.dist.torchrun import on_ranks
 from tests.dist.train_case import write_model_folder
+from tests.dist.trainers import Splits, digests, logprobs, train
 
 pytestmark = pytest.mark.dist
 
 Report = dict[str, Any]
+SPLITS = {
+    "whole": RoleSplit(ranks="0-1"),
+    "one": RoleSplit(ranks="0-0"),
+    "two": RoleSplit(ranks="0-1"),
+    "three": RoleSplit(ranks="0-2"),
+    "two replicas of two": RoleSplit(dp=2),
+}
+
+
+def on_rank(world: World, model: Path, folder: Path) -> dict[str, Report]:
+    """Train two steps and save, or load what was saved; then train a step more."""
+    splits = Splits(world, SPLITS)
+
+    def report_of(split: str) -> Report:
+        saves = split == "whole"
+        cfg = TrainerConfig(init="random", seed=0 if saves else 7, lr=1e-2, eps=1e-4)
+        trainer = Trainer(cfg, splits.context(split), str(model))
+        if saves:
+            train(trainer, range(2))
+            trainer.save(str(folder))
+            trainer.wait_until_saved()
+        else:
+            trainer.load(str(folder))
+        report: Report = {"digests": digests(trainer), "logprobs": logprobs(trainer)}
+        train(trainer, [2])
+        differences = trainer.resume_differences()
+        return report | {"after": digests(trainer), "resume_differences": differences}
+
+    return splits.each(report_of)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("checkpoint"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
-def whole(work: Path) -> Report:
-    """Two ranks that save, and go on."""
-    return run(work, "whole", ranks=2, dp=1)
+def reports(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    model = write_model_folder(tmp_path_factory.mktemp("checkpoint"))
+    return on_ranks(on_rank, 4, model, folder)[0]
 
 
-def run(work: Path, name: str, *words: str, ranks: int, dp: int) -> Report:
-    out = work / f"{name}.json"
-    return torchrun(
-        "checkpoint_ranks.py", ranks, out, str(work), str(dp), str(out), str(work / "saved"), *words
-    )
-
-
-def test_the_same_ranks_go_on_with_the_same_bits(work: Path, whole: Report) -> None:
-    resumed = run(work, "two", "resume", ranks=2, dp=1)
-    assert resumed == whole
+def test_the_same_ranks_go_on_with_the_same_bits(folder: Path, reports: dict[str, Report]) -> None:
+    resumed = reports["two"]
+    assert resumed == reports["whole"]
     assert resumed["after"] != resumed["digests"]
-    assert sorted(path.name for path in (work / "saved").iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         *(
             f"{kind}-{rank:05d}-000.safetensors"
             for kind in ("exp_avg", "exp_avg_sq")
@@ -48,10 +75,10 @@ def test_the_same_ranks_go_on_with_the_same_bits(work: Path, whole: Report) -> N
     ]
 
 
-@pytest.mark.parametrize(("ranks", "dp"), [(1, 1), (3, 1), (4, 2)])
-def test_other_ranks_load_the_same_bits(work: Path, whole: Report, ranks: int, dp: int) -> None:
+@pytest.mark.parametrize("split", ["one", "three", "two replicas of two"])
+def test_other_ranks_load_the_same_bits(split: str, reports: dict[str, Report]) -> None:
     """Weights, moments and the first log-probs; the next gradients are summed in another order."""
-    resumed = run(work, f"{ranks}", "resume", ranks=ranks, dp=dp)
+    resumed, whole = reports[split], reports["whole"]
     assert resumed["digests"] == whole["digests"]
     assert resumed["logprobs"] == whole["logprobs"]
     assert resumed["resume_differences"] == []

@@ -4,22 +4,128 @@ same bits of log-probs and values as on ranks that share nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.dist.shared_axes_ranks import ADAPTED, BALANCED, DENSE, RESUMED, SPLITS
-from tests.dist.test_tensor_shards import with_sizes
-from tests.dist.torchrun import torchrun
-from tests.dist.train_case import write_glm_folder, write_mixture_folder, write_model_folder
+from spmd_rl.mesh.split import RoleSplit
+from spmd_rl.mesh.world import World
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.parts.part import ModelPart
+from spmd_rl.train.config import FrozenConfig, Fsdp2Config
+from spmd_rl.train.frozen import FrozenModel
+from spmd_rl.train.value_trainer import ValueTrainer
+from tests.dist.test_roles import squares, with_returns
+from tests.dist.test_tensor_shards import CONFIG, Runs
+from tests.dist.torchrun import on_ranks
+from tests.dist.train_case import (
+    make_batch,
+    with_sizes,
+    write_glm_folder,
+    write_mixture_folder,
+    write_model_folder,
+)
+from tests.dist.trainers import Splits, digests, gradients, in_order, logprobs, top, train
 
 pytestmark = pytest.mark.dist
 
 Report = dict[str, Any]
+SPLITS = {
+    "alone": RoleSplit(),
+    "tp 2": RoleSplit(tp=2),
+    "tp 2, ep 2": RoleSplit(tp=2, ep=2),
+    "tp 2, ep 4": RoleSplit(tp=2, ep=4),
+    "tp 4, ep 2": RoleSplit(tp=4, ep=2),
+    "tp 2, cp 2": RoleSplit(tp=2, cp=2),
+    "cp 2, ep 4": RoleSplit(cp=2, ep=4),
+}
+DENSE = ("alone", "tp 2", "tp 2, cp 2")
+BALANCED = ("alone", "tp 2", "tp 2, ep 4")
+EXPERTS = {"ep 2": RoleSplit(ep=2), "ep 4": RoleSplit(ep=4)}
+ADAPTED = ("alone", *EXPERTS)
+RESUMED = {"alone": "tp 2, ep 4", "tp 2, ep 2": "alone"}
 SHARED = list(SPLITS)[1:]
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+class Roles(Runs):
+    """Policies, critics and frozen models of one split after the other."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.splits, self.folder = Splits(world, SPLITS | EXPERTS), folder
+
+    def frozen(self, split: str, folder: Path) -> list[str]:
+        context = self.splits.context(split, 4)
+        cfg = replace(FrozenConfig.like(CONFIG), wrap="auto")
+        model = FrozenModel(cfg, context, str(folder))
+        return in_order(context, model.score(with_returns(context, 5)))
+
+    def critic(self, split: str, folder: Path) -> dict[str, Any]:
+        """Values before and after steps, and what these say."""
+        context = self.splits.context(split, 4)
+        critic = ValueTrainer(CONFIG, context, str(folder))
+        first = in_order(context, critic.values(with_returns(context, 5)))
+        steps = [critic.train_step(with_returns(context, seed), squares) for seed in (0, 1, 2)]
+        names = ("train/loss", "train/grad_norm")
+        return {"first": first, "steps": [[one[name] for name in names] for one in steps]}
+
+
+def adapted(runs: Roles, split: str, folder: Path) -> list[Any]:
+    """What adapters of a mixture are after two steps, and what they compute."""
+    lora = LoraConfig(rank=32, alpha=64)  # shards are multiples of 32 elements
+    backend = Fsdp2Config(wrap="layer")
+    trainer = runs.built(split, folder, lora=lora, deterministic=True, backend=backend)
+    first = logprobs(trainer)
+    train(trainer, [0, 1])
+    whole = {name: trainer.backend.gather(name).detach() for name in trainer.backend.names()}
+    bits = {name: np.asarray(one).tobytes().hex() for name, one in whole.items()}
+    return [first, logprobs(trainer), digests(trainer), bits]
+
+
+def on_rank(world: World, mixture: Path, qwen: Path, dense: Path, work: Path) -> Report:
+    runs = Roles(world, mixture)
+    report: Report = {
+        name: {} for name in ("scores", "top", "alike", "frozen", "critic", "dense", "resumed")
+    }
+    for split in SPLITS:
+        trainer = runs.built(split)
+        report["scores"][split] = logprobs(trainer)
+        report["top"][split] = top(trainer)
+        report["frozen"][split] = runs.frozen(split, mixture)
+        values, report["alike"][split] = gradients(trainer)
+        if world.rank == 0:
+            save_file(values, work / f"{split}.safetensors")
+    for split in DENSE:
+        report["critic"][split] = runs.critic(split, dense)
+        report["dense"][split] = runs.frozen(split, dense)
+    report["critic of a mixture"] = [
+        runs.critic(split, mixture) for split in ("alone", "tp 2, ep 4")
+    ]
+    for split in BALANCED:
+        batch = replace(make_batch(0), advantages=np.zeros_like(make_batch(0).advantages))
+        values, _ = gradients(runs.built(split, qwen, router_aux_loss_coef=0.5), batch)
+        if world.rank == 0:
+            save_file(values, work / f"balanced {split}.safetensors")
+    report["adapted"] = {split: adapted(runs, split, qwen) for split in ADAPTED}
+    for split, other in RESUMED.items():
+        saved = runs.saved(split, work / f"saved {split}")
+        report["resumed"][split] = saved, runs.resumed(other, work / f"saved {split}")
+    backend = Fsdp2Config(recompute="all", wrap="layer")
+    again, plain = (
+        runs.built("tp 2, ep 2", deterministic=True, backend=one)
+        for one in (backend, Fsdp2Config(wrap="layer"))
+    )
+    for one in (again, plain):
+        train(one, [0])
+    report["recomputed"] = digests(again) == digests(plain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelPart, "own_rows", lambda part, size: slice(0, size // part.count))
+        report["control"] = logprobs(runs.built("tp 2, ep 2"))
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +138,7 @@ def report(work: Path) -> Report:
     mixture = with_sizes(write_glm_folder(work / "mixture"), intermediate_size=56, **HEADS)
     dense = with_sizes(write_model_folder(work / "dense"), intermediate_size=56, **HEADS)
     qwen = with_sizes(write_mixture_folder(work / "qwen"), **HEADS)
-    out = work / "4.json"
-    paths = map(str, (mixture, qwen, dense, out))
-    return torchrun("shared_axes_ranks.py", 4, out, *paths)
+    return on_ranks(on_rank, 4, mixture, qwen, dense, work)[0]
 
 
 def check_close(gradients: Path, expected: Path) -> None:

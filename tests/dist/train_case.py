@@ -45,42 +45,45 @@ def write_model_folder(folder: Path) -> Path:
     return folder
 
 
+def with_sizes(folder: Path, **facts: object) -> Path:
+    """Have a model's config say other facts."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    return folder
+
+
 def write_mixture_folder(folder: Path, num_experts: int = 8) -> Path:
     """The same model with experts in place of its MLPs.
 
     All shards of experts are multiples of 32 elements, as AdamW on a CPU rounds a rest otherwise.
     """
-    path = write_model_folder(folder) / "config.json"
-    mixture = {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": num_experts,
-        "num_experts_per_tok": 3,
-        "hidden_size": 32,
-        "moe_intermediate_size": 20,
-        "norm_topk_prob": True,
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | mixture))
-    return folder
+    return with_sizes(
+        write_model_folder(folder),
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=num_experts,
+        num_experts_per_tok=3,
+        hidden_size=32,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+    )
 
 
 def write_glm_folder(folder: Path) -> Path:
     """A mixture of another family: its routers have sigmoids, and every token takes one expert
     more.
     """
-    path = write_mixture_folder(folder) / "config.json"
-    glm = {
-        "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "routed_scaling_factor": 1.5,
-        "head_dim": 8,
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | glm))
-    return folder
+    return with_sizes(
+        write_mixture_folder(folder),
+        model_type="glm4_moe",
+        architectures=["Glm4MoeForCausalLM"],
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.5,
+        head_dim=8,
+    )
 
 
 def local_weights(trainer: Trainer) -> dict[str, LocalTensor]:

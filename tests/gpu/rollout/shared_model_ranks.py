@@ -29,7 +29,7 @@ from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart
-from tests.dist.dispatcher_ranks import own_group
+from tests.dist.trainers import own_group
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, unequal, workload
 from tests.samples import Samples, finish
 from tests.shared_ranks import part_of_model

@@ -45,9 +45,8 @@ from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.train.config import EpDispatcherKind, Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.checkpoint_ranks import digests, logprobs
-from tests.dist.dispatcher_ranks import own_group
-from tests.dist.experts_ranks import steps
+from tests.dist.test_split_experts import steps
+from tests.dist.trainers import digests, logprobs, own_group
 
 BF16 = torch.bfloat16
 STEPS = 20

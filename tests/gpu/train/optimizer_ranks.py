@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.dist.optimizer_ranks import updated
-from tests.dist.train_ranks import context_of
+from tests.dist.test_optimizers import updated
+from tests.dist.trainers import context_of
 
 if __name__ == "__main__":
     context = context_of(1)

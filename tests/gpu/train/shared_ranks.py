@@ -20,8 +20,8 @@ from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.checkpoint_ranks import digests, logprobs
-from tests.dist.parts_ranks import train
+from tests.dist.test_data_parts import train
+from tests.dist.trainers import digests, logprobs
 
 SPLITS = {"one": RoleSplit(ranks="0-0"), "two": RoleSplit(), "cp 2": RoleSplit(cp=2)}
 

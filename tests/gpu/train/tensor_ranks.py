@@ -17,10 +17,7 @@ from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.checkpoint_ranks import logprobs
-from tests.dist.sequence_ranks import top
-from tests.dist.tensor_ranks import gradients
-from tests.dist.train_ranks import train_on_all_scores
+from tests.dist.trainers import gradients, logprobs, top, train_on_all_scores
 
 ONE = RoleSplit(ranks="0-0")
 SHARED = {"tp 2": RoleSplit(tp=2), "tp 2, cp 2": RoleSplit(tp=2, cp=2)}
