@@ -6,72 +6,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels.low_precision import block_codes
-from spmd_rl.model.formats import FORMATS
-from spmd_rl.model.formats.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.formats.coded_weights import scale_name
 from spmd_rl.model.formats.e4m3 import E4M3
 from spmd_rl.model.layers.moe_module import MoeMlp
-from spmd_rl.model.read import read_spec
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.local_tensors import LocalTensors
-from tests.dist.recipes.mixtures import write_mixture
 from tests.dist.train_case import make_batch
 from tests.unit.train.test_coded_masters import (
+    FAMILIES,
     NewTrainer,
     masters,
     pushed,
-    rounded_masters,
     scores_of,
     verified,
+    write_wide,
 )
 
 EXPERT = "model.layers.1.mlp.experts.4.down_proj.weight"
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture whose experts have several blocks, of which the last are smaller."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    sizes = {"moe_intermediate_size": 136, "num_hidden_layers": 2}
-    return write_mixture(folder, request.param, sizes)
-
-
-@pytest.mark.parametrize("weights", FORMATS)
-def test_every_version_computes_with_what_its_codes_stand_for(
-    new_trainer: NewTrainer, mixture: Path, weights: str
-) -> None:
-    options = {"model": mixture, "init": "folder"}
-    coded, plain = new_trainer(weights=weights, **options), new_trainer(**options)
-    for seed in range(2):
-        plain.backend.fill(rounded_masters(coded, weights).items())
-        batch = make_batch(seed)
-        scores = scores_of(coded, batch)
-        assert np.array_equal(scores, scores_of(plain, batch))
-        plain.backend.fill(masters(coded).items())
-        assert not np.array_equal(scores, scores_of(plain, batch))
-        coded.train_step(batch, grpo_loss)
-
-
-def test_a_push_brings_each_experts_codes_and_its_router_as_it_is(
-    new_trainer: NewTrainer, mixture: Path
-) -> None:
-    trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
-    found, whole = pushed(trainer), masters(trainer)
-    coded = block_codes.quantised(E4M3, whole[EXPERT])
-    assert torch.equal(found[EXPERT].view(torch.uint8), coded.codes.view(torch.uint8))
-    assert torch.equal(found[scale_name(EXPERT)], coded.scales)
-    assert coded.scales.shape == (1, 2)
-    for name in whole.keys() - coded_shapes(read_spec(mixture), "e4m3"):
-        assert torch.equal(found[name], whole[name]), name
-    assert "model.layers.1.mlp.gate.weight" in whole.keys() - coded_shapes(
-        read_spec(mixture), "e4m3"
-    )
+    return write_wide(tmp_path_factory.mktemp("mixture") / "model", request.param)
 
 
 def flip_a_code(held: LocalTensors) -> str:

@@ -34,9 +34,28 @@ from spmd_rl.weights.plan.moves import Traffic, plan_moves
 from spmd_rl.weights.proof import source_digests
 from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
+from tests.dist.recipes.mixtures import write_mixture
 from tests.dist.train_case import make_batch
 
 NewTrainer = Callable[..., Trainer]
+FAMILIES = ("qwen3_moe", "glm4_moe")
+
+
+def write_wide(folder: Path, family: str) -> Path:
+    """Write a mixture whose experts have several blocks, of which the last are smaller."""
+    sizes = {"moe_intermediate_size": 136, "num_hidden_layers": 2}
+    return write_mixture(folder, family, sizes)
+
+
+@pytest.fixture(scope="module", params=["dense", *FAMILIES])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
+    """The settings of a trainer of a dense model, or of a mixture."""
+    if request.param == "dense":
+        return {}
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    return {"model": write_wide(folder, request.param), "init": "folder"}
 
 
 def coded_names(trainer: Trainer) -> set[str]:
@@ -67,15 +86,14 @@ def pushed(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("wrap", ["layer", "model"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "wrap"), [("float32", "layer"), ("bfloat16", "model")])
 @pytest.mark.parametrize("weights", FORMATS)
 def test_every_version_computes_with_what_its_codes_stand_for(
-    new_trainer: NewTrainer, weights: str, dtype: str, wrap: str
+    new_trainer: NewTrainer, model: dict[str, object], weights: str, dtype: str, wrap: str
 ) -> None:
-    coded = new_trainer(weights=weights, dtype=dtype, wrap=wrap)
-    plain = new_trainer(dtype=dtype, wrap=wrap)
-    for seed in range(3):
+    coded = new_trainer(weights=weights, dtype=dtype, wrap=wrap, **model)
+    plain = new_trainer(dtype=dtype, wrap=wrap, **model)
+    for seed in range(2):
         plain.backend.fill(rounded_masters(coded, weights).items())
         batch = make_batch(seed)
         scores = scores_of(coded, batch)
@@ -123,12 +141,14 @@ def test_masters_keep_what_their_codes_do_not_show(new_trainer: NewTrainer, weig
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(
-    new_trainer: NewTrainer, weights: str
+    new_trainer: NewTrainer, model: dict[str, object], weights: str
 ) -> None:
-    trainer = new_trainer(weights=weights)
+    """A router is among those that are no codes."""
+    trainer = new_trainer(weights=weights, **model)
     trainer.train_step(make_batch(0), grpo_loss)
     found, whole = pushed(trainer), masters(trainer)
     coded = coded_names(trainer)
+    assert ("model.layers.1.mlp.gate.weight" in whole.keys() - coded) == bool(model)
     assert found.keys() == whole.keys() | set(map(scale_name, coded))
     for name, weight in whole.items():
         if name in coded:

@@ -69,18 +69,6 @@ def test_the_first_log_probs_are_the_bases(new_trainer) -> None:
     assert np.any(scores[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"recompute": "all"}])
-def test_the_base_alone_has_the_first_log_probs(new_trainer, options: dict[str, object]) -> None:
-    trainer, batch = new_trainer(lora=LORA, **options), make_batch(1)
-    first = trainer.learner.score(batch)
-    trainer.train_step(make_batch(0), grpo_loss)
-    now = trainer.learner.score(batch)
-    base = trainer.score_base(batch).values
-    np.testing.assert_array_equal(base.view(np.int32), first.view(np.int32))
-    assert np.any(now != base)
-    np.testing.assert_array_equal(trainer.learner.score(batch), now)
-
-
 def test_a_trainer_without_adapters_has_no_base(new_trainer) -> None:
     with pytest.raises(ContractError, match="set trainer.lora.rank"):
         new_trainer().score_base(make_batch())

@@ -27,7 +27,6 @@ from spmd_rl.model.value_head import ValueModel
 from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
-from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.sequence_ends import sequence_ends
@@ -124,20 +123,6 @@ def test_it_begins_with_the_policys_weights(new_critic, new_trainer) -> None:
     assert critic.keys() - policy.keys() == {VALUE_HEAD}
     assert policy.keys() - critic.keys() == {"lm_head.weight"}
     assert all(critic[name] == policy[name] for name in critic.keys() & policy.keys())
-
-
-def test_a_resumed_critic_goes_on_bit_for_bit(new_critic, tmp_path: Path) -> None:
-    whole, resumed, batch = new_critic(), new_critic(seed=7), with_returns(make_batch())
-    whole.train_step(batch, squares)
-    whole.save(str(tmp_path / "saved"))
-    whole.wait_until_saved()
-    assert resumed.load(str(tmp_path / "saved")) == 1
-    for critic in (whole, resumed):
-        critic.train_step(with_returns(make_batch(1)), squares)
-    assert bits(whole) == bits(resumed)
-    assert resumed.resume_differences() == []
-    with pytest.raises(ConfigError, match="which the model lacks"):
-        Trainer(whole.cfg, whole.context, whole.model).load(str(tmp_path / "saved"))
 
 
 def test_an_exported_folder_loads_again_and_in_transformers(
