@@ -177,7 +177,7 @@ def play(steps: Sequence[tuple[str, Tags]]) -> Iterator[Role]:
     yield role
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(actions)
 def test_contents_survive_any_sequence(steps: list[tuple[str, Tags]]) -> None:
     check_all(steps)

@@ -121,7 +121,7 @@ class World:
         self.queue.set_version(version)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CONFIGS, st.sampled_from([0.0, 0.3, 0.8]), st.integers(0, 10_000))
 def test_no_token_is_too_old_and_no_prompt_is_lost_or_repeated(
     cfg: SamplerConfig, rejects: float, seed: int

@@ -128,7 +128,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(CONFIGS, st.integers(1, 5), st.integers(0, 10_000))
 def test_every_prompt_is_learned_from_once_and_in_time(
     cfg: SamplerConfig, per_step: int, seed: int
@@ -144,7 +144,7 @@ def test_every_prompt_is_learned_from_once_and_in_time(
     assert all(loop.num_done[uid] == loop.rounds_of(uid) for uid in learned)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(CONFIGS, st.integers(1, 4), st.integers(0, 10_000))
 def test_no_order_of_ends_and_no_restart_changes_what_steps_learn_from(
     cfg: SamplerConfig, per_step: int, seed: int

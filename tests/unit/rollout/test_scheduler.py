@@ -255,7 +255,7 @@ def test_a_lower_priority_number_is_admitted_first():
 def test_any_load_finishes_with_every_page_back():
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150)
+    @settings(max_examples=75)
     @example(
         requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10,
         spare_tokens=12, prefix_cache=True, ahead=False, min_tail=16, most_s=5.0, moves=[],
