@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint
-	$(TESTS) -n 3 -m "not gpu and not system and not backends and not agents"
+	$(TESTS) -n 4 -m "not gpu and not system and not backends and not agents"
 	@$(BIN)/python -m benchmarks.since_gpu_tests
 
 lint: $(VENV)/.dev
@@ -38,7 +38,7 @@ unit: $(VENV)/.dev
 	$(TESTS) -n 2 -m "not dist and not gpu and not system and not agents"
 
 dist: $(VENV)/.dev
-	$(TESTS) -n 3 -m "dist and not gpu and not system and not backends"
+	$(TESTS) -n 4 -m "dist and not gpu and not system and not backends"
 
 test-backends: $(VENV)/.backends
 	$(FAST) $(BIN)/pytest -q -m backends tests/backends
