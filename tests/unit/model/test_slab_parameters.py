@@ -8,21 +8,8 @@ from torch import Tensor
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.slab_parameters import ALIGN_BYTES, fill_slab
-from tests.specs import attention_of, dense_spec
-
-SPEC = dense_spec(
-    "qwen2",
-    vocab=37,
-    hidden=24,
-    inner=40,
-    layers=2,
-    heads=(3, 1, 8),
-    positions=64,
-    theta=1e6,
-    tie_embeddings=True,
-    qkv_bias=True,
-    init_std=0.06,
-)
+from tests.specs import attention_of
+from tests.unit.model.test_lora import SPEC
 
 
 def in_slab(packed: bool) -> tuple[CausalLM, list[Tensor]]:

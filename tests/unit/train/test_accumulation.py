@@ -14,7 +14,6 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.train.config import OptimizerConfig, TrainerConfig
-from spmd_rl.train.cost.memory import step_sizes
 from spmd_rl.train.fsdp2.accumulation import NeighbourSums
 from spmd_rl.train.fsdp2.axes import check_axes
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -75,13 +74,3 @@ def test_ranks_that_cannot_share_the_parts_are_named() -> None:
     for world in (3, 6, 8):
         with pytest.raises(ConfigError, match=f"data_parts = 12: the data is split over {world}"):
             check_axes(cfg, plan_split({"train": RoleSplit()}, world).train, DENSE)
-
-
-@pytest.mark.parametrize(("world", "waiting"), [(4, 0), (2, 2), (1, 3)])
-def test_the_plan_counts_the_sums_that_wait(world: int, waiting: int) -> None:
-    placement = plan_split({"train": RoleSplit()}, world).train
-    off, on = (
-        step_sizes(DENSE, TrainerConfig(deterministic=True, data_parts=count), placement)
-        for count in (0, 4)
-    )
-    assert on.grads == off.grads + waiting * off.reduced_grads

@@ -44,13 +44,6 @@ def test_the_head_keeps_slopes_and_two_chunks_of_logits() -> None:
     assert few.bytes_in_forward(2) == 100 * VOCAB * (2 + 4), "one chunk, and no larger than it is"
 
 
-def test_a_head_that_computes_logits_again_has_their_gradient() -> None:
-    again = HeadShape(VOCAB, 1024, rows=2048, scored=TOKENS, keeps_slopes=False)
-    chunk, weight = 2048 * VOCAB * 4, VOCAB * 1024 * 2
-    assert again.bytes_in_forward(2) == 2 * chunk
-    assert again.bytes_in_backward(2) == 2 * chunk + chunk // 2 + 2 * weight
-
-
 def test_a_pass_without_recomputation() -> None:
     found = pass_of("none")
     after = TOKENS * 2 * 3 * 1024
@@ -67,12 +60,6 @@ def test_one_layer_at_a_time_is_computed_again() -> None:
     gradients = 3 * 3072 + 2 * 1024
     assert found.backward == TOKENS * 2 * (22528 - 2048 + gradients)
     assert found.head == TOKENS * 2 * 3 * 1024
-
-
-def test_what_waits_in_host_memory_is_counted_there() -> None:
-    found = pass_of("all", num_on_gpu=3)
-    pair = TOKENS * 2 * 2048
-    assert (found.kept, found.host) == (3 * pair, (LAYERS - 1) * pair)
 
 
 def test_a_forward_pass_alone_has_a_layer_or_the_head() -> None:

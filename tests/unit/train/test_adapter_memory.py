@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.train.config import Fsdp2Config, ParameterGroup, TrainerConfig
+from spmd_rl.train.config import ParameterGroup, TrainerConfig
 from spmd_rl.train.cost.memory import fsdp2_memory, step_sizes
-from spmd_rl.train.cost.step_memory import step_points
 from tests.specs import dense_spec
 
 SPEC = dense_spec(
@@ -45,17 +42,3 @@ def test_what_a_trainer_of_adapters_takes(num_shards: int) -> None:
     base, *rest = fsdp2_memory(SPEC, CONFIG, placement)
     assert (base.tag, base.num_bytes, base.changes) == ("base", NUM_BASE // num_shards * 2, False)
     assert "base" not in {item.tag for item in rest}
-
-
-@pytest.mark.parametrize("num_shards", [1, 4])
-def test_adapters_of_one_unit_are_reduced_at_once(num_shards: int) -> None:
-    """With several shards, their base is gathered with them, and kept twice in the first pass."""
-    cfg = replace(CONFIG, backend=Fsdp2Config(wrap="model"))
-    found = step_sizes(SPEC, cfg, plan_split({"train": RoleSplit()}, num_shards).train)
-    assert found.grads == NUM_ADAPTED * 4
-    assert found.reduced_grads == NUM_ADAPTED // num_shards * 4
-    assert found.unit_copies == 4 * (NUM_ADAPTED + 2 * NUM_ADAPTED // num_shards)
-    whole = 2 * (NUM_ADAPTED + NUM_BASE)
-    assert found.kept_copies == (whole if num_shards > 1 else 0)
-    at = {point.name: point.gpu for point in step_points(found, "none")}
-    assert at["head"]["copies"] == (whole - NUM_ADAPTED * 4 if num_shards > 1 else 0)

@@ -51,21 +51,6 @@ def test_an_axis_of_megatron_alone_is_named() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
-def test_sequences_that_are_twice_as_long_take_a_little_more_of_each_rank(recompute: Any) -> None:
-    """A rank has as many tokens, and the exchanges besides; its weights are cut over all ranks."""
-    cfg = TrainerConfig(backend=Fsdp2Config(recompute=recompute), max_tokens=4096)
-    alone, shared = (
-        step_sizes(DENSE, cfg, plan_split({"train": RoleSplit(cp=cp)}, 2).train) for cp in (1, 2)
-    )
-    assert shared.master == alone.master
-    assert shared.moments == alone.moments
-    assert alone.activations.peak < shared.activations.peak < 1.6 * alone.activations.peak
-    longer = TrainerConfig(backend=cfg.backend, max_tokens=8192)
-    whole = step_sizes(DENSE, longer, plan_split({"train": RoleSplit()}, 2).train)
-    assert shared.activations.peak < 0.8 * whole.activations.peak
-
-
-@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
 def test_ranks_that_share_matrices_exchange_their_own_heads(recompute: Any) -> None:
     """Beside what a rank keeps without the exchange: its output once more, or all that it took."""
     cfg = TrainerConfig(backend=Fsdp2Config(recompute=recompute), max_tokens=4096)

@@ -125,14 +125,6 @@ def test_a_model_is_gathered_whole_unless_it_is_large(
     assert (whole, by_layer, len(new_trainer().backend.units)) == (1, layers + 1, layers + 1)
 
 
-def test_loss_does_not_depend_on_the_packing_at_all(new_trainer) -> None:
-    losses = {
-        new_trainer(max_tokens=n).train_step(make_batch(), sft_loss)["train/loss"]
-        for n in (40, 100, 9999)
-    }
-    assert max(losses) - min(losses) < 1e-14
-
-
 def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_trainer) -> None:
     trainer = new_trainer(minibatches=3)
     stats = trainer.train_step(make_batch(), grpo_loss)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from math import prod
-from pathlib import Path
-
 import pytest
 
 from benchmarks.shapes import write_config
 from spmd_rl.mesh.split import Placement, Split, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, Wrap
-from spmd_rl.train.cost.memory import OFFLOADING_LAYERS, fsdp2_memory, step_sizes
+from spmd_rl.train.cost.memory import fsdp2_memory, step_sizes
 from spmd_rl.train.cost.step_memory import StepPoint, step_points, table
-from spmd_rl.train.fsdp2 import activation_offload
 
 GB = 10**9
 ONE = plan_split(Split(), 1)["train"]
@@ -80,20 +76,6 @@ def test_offloaded_activations_leave_a_few_layers_on_the_gpu(spec: ModelSpec) ->
     assert before.host["activations"] == 0
 
 
-def test_layers_on_the_gpu_are_those_that_are_being_copied_and_one() -> None:
-    assert OFFLOADING_LAYERS == activation_offload.LEAVING + 1
-
-
-def test_more_shards_divide_what_is_sharded(spec: ModelSpec) -> None:
-    four = plan_split(Split(), 4)["train"]
-    alone, shared = (
-        points(spec, config("moments"), placement)["update"] for placement in (ONE, four)
-    )
-    for tag in ("master", "grads"):
-        assert shared.gpu[tag] == -(-alone.gpu[tag] // 4)
-    assert shared.host["moments"] == alone.host["moments"] // 4
-
-
 @pytest.mark.parametrize(("wrap", "whole"), [("layer", False), ("model", True)])
 def test_gradients_of_one_unit_are_whole_until_they_are_reduced(
     spec: ModelSpec, wrap: Wrap, whole: bool
@@ -105,13 +87,6 @@ def test_gradients_of_one_unit_are_whole_until_they_are_reduced(
     assert at["update"].gpu["grads"] == shard
 
 
-def test_the_largest_unit_is_what_belongs_to_no_layer(spec: ModelSpec) -> None:
-    shapes = spec.parameter_shapes()
-    rest = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name)
-    at = points(spec, config("master"))
-    assert at["reduce"].gpu["copies"] == 3 * 4 * rest
-
-
 def test_a_table_has_each_point_and_class(spec: ModelSpec) -> None:
     cfg = config("master", True)
     lines = list(table(step_points(step_sizes(spec, cfg, ONE), "master")))
@@ -120,8 +95,3 @@ def test_a_table_has_each_point_and_class(spec: ModelSpec) -> None:
     assert rows["master"].count("30.51 GiB") == 5
     assert rows["chunks"].split()[1:] == ["-", "-", "-", "-", "384.0", "MiB"]
     assert sum(line.split()[0] == "all" for line in lines) == 2
-
-
-def test_no_table_of_a_host_that_has_nothing(spec: ModelSpec, tmp_path: Path) -> None:
-    lines = list(table(step_points(step_sizes(spec, config("none"), ONE), "none")))
-    assert not any(line.startswith("host") for line in lines)

@@ -118,13 +118,6 @@ def test_the_gradient_is_that_of_plain_autograd(new_critic) -> None:
     assert model.score.weight.grad.abs().max() > 0
 
 
-def test_it_begins_with_the_policys_weights(new_critic, new_trainer) -> None:
-    critic, policy = bits(new_critic()), bits(new_trainer())
-    assert critic.keys() - policy.keys() == {VALUE_HEAD}
-    assert policy.keys() - critic.keys() == {"lm_head.weight"}
-    assert all(critic[name] == policy[name] for name in critic.keys() & policy.keys())
-
-
 def test_an_exported_folder_loads_again_and_in_transformers(
     new_critic, model_folder: Path, tmp_path: Path
 ) -> None:
