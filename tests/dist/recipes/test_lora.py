@@ -24,14 +24,13 @@ def adapter_shapes() -> dict[str, tuple[int, ...]]:
     return LoraConfig(rank=8).shapes(read_spec(EXAMPLE / "model"))
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_grpo_learns_with_adapters_alone(run: Any, nproc: int) -> None:
-    ended = run("grpo", *LORA, "--steps=20", nproc=nproc)
+def test_grpo_learns_with_adapters_alone(run: Any) -> None:
+    ended = run("grpo", *LORA, "--steps=20", nproc=2)
     check_proof(ended, 20)
     rewards = [row["reward/mean"] for row in ended.metrics]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     for row in ended.metrics:
-        assert row["sync/tensors"] == nproc * len(adapter_shapes())
+        assert row["sync/tensors"] == 2 * len(adapter_shapes())
     assert {path.name for path in (ended.folder / "hf").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",

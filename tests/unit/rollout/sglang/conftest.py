@@ -81,16 +81,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_site(tmp_path_factory.mktemp("site"))
 
 
+def built(folder: Path, site: Path, **cfg: Any) -> SglangEngine:
+    """Build an engine; keywords are those of the config."""
+    settings = {"python": str(site), "slab_bytes": 1 << 13, "answer_deadline_s": DEADLINE_S}
+    return build(SglangEngineConfig(**settings | cfg), str(folder), CPU, decode)
+
+
 @pytest.fixture
 def new_engine(folder: Path, site: Path) -> Iterator[Callable[..., SglangEngine]]:
-    """Build engines, which end after the test; keywords are those of the config."""
+    """Build engines, which end after the test."""
     engines: list[SglangEngine] = []
 
     def new(**cfg: Any) -> SglangEngine:
-        settings = {"python": str(site), "slab_bytes": 1 << 13, "answer_deadline_s": DEADLINE_S}
-        engine = build(SglangEngineConfig(**settings | cfg), str(folder), CPU, decode)
-        engines.append(engine)
-        return engine
+        engines.append(built(folder, site, **cfg))
+        return engines[-1]
 
     yield new
     for engine in engines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from spmd_rl.weights.proof.digest import digest
 from spmd_rl.weights.slab.peer_socket import PeerMessage, PortionTable, RepeatedPortion
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.engine_suite import GREEDY, push, put
+from tests.unit.rollout.sglang.conftest import built
 
 New = Callable[..., SglangEngine]
 SHAPES = {
@@ -42,6 +43,14 @@ PIECES = {
     name: Piece(name, shape, "float32", Box((0,) * len(shape), shape))
     for name, shape in SHAPES.items()
 }
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, site: Path) -> Iterator[SglangEngine]:
+    """The engine of tests that push one after another, until the last one kills it."""
+    engine = built(folder, site, slab_bytes=4096)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
@@ -154,9 +163,8 @@ def test_the_runtime_repeats_a_push_without_tables(
 
 
 def test_a_repeated_push_of_a_part_is_refused_again(
-    new_engine: New, weights: dict[str, Tensor]
+    engine: SglangEngine, weights: dict[str, Tensor]
 ) -> None:
-    engine = new_engine()
     names = list(weights)
     for _ in range(2):
         _send(engine, {name: weights[name] for name in names[:-1]})
@@ -182,9 +190,8 @@ def _send(engine: SglangEngine, weights: dict[str, Tensor]) -> None:
 
 
 def test_a_push_of_some_tensors_is_refused_at_first(
-    new_engine: New, weights: dict[str, Tensor]
+    engine: SglangEngine, weights: dict[str, Tensor]
 ) -> None:
-    engine = new_engine()
     names = list(weights)
     _send(engine, {name: weights[name] for name in names[:-1]})
     with pytest.raises(WeightsError, match=f"a push brought only a part of '{names[-1]}'"):
@@ -197,17 +204,15 @@ def test_a_push_of_some_tensors_is_refused_at_first(
 
 
 def test_a_push_that_was_given_up_is_followed_by_another(
-    new_engine: New, weights: dict[str, Tensor]
+    engine: SglangEngine, weights: dict[str, Tensor]
 ) -> None:
-    engine = new_engine()
     _send(engine, {name: weights[name] for name in list(weights)[:3]})
     push(engine, weights, 1)
 
 
 def test_a_child_killed_during_a_push_is_one_sentence(
-    new_engine: New, weights: dict[str, Tensor]
+    engine: SglangEngine, weights: dict[str, Tensor]
 ) -> None:
-    engine = new_engine(slab_bytes=4096)
     _send(engine, {name: weights[name] for name in list(weights)[:3]})
     os.kill(engine.child.pid, signal.SIGKILL)
     with pytest.raises(LostRankError, match=rf"pid {engine.child.pid}"):
