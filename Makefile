@@ -17,7 +17,8 @@ QUIET  := $(shell test -t 2 || echo -qq)  # a terminal shows pip's progress
 PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= # each of the many processes would compile the package anew
 # In the order of their folders: the long files of few tests, those of dist, come before the many short ones of unit.
-TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder tests
+# What agents and backends import takes each worker longer than all other imports.
+TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --ignore tests/agents --ignore tests/backends tests
 
 .PHONY: demo test lint unit dist test-backends test-agents test-system chaos fuzz api settings clean
 
