@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spmd_rl.model.low_precision.coded_weights import coded_shapes
+from spmd_rl.model.formats.coded_weights import coded_shapes
 from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import Ended, run_in
 from tests.dist.recipes.mixtures import write_mixture

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.kernels.low_precision import block_codes
 from spmd_rl.model.formats.coded_weights import scale_name
 from spmd_rl.model.formats.e4m3 import E4M3
 from spmd_rl.model.layers.moe_module import MoeMlp
