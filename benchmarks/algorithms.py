@@ -25,8 +25,7 @@ import numpy as np
 from benchmarks.ran_files import A_RUN
 from benchmarks.record import MACHINE, finish, measured
 from benchmarks.table import Row
-from spmd_rl.report.pictures.colours import BLUE, GREEN, VIOLET
-from spmd_rl.report.pictures.curve_axes import INK, add_legend, set_title, style_axes
+from spmd_rl.report.pictures.colours import NAMED
 
 PACKAGES = ("torch", "transformers", "numpy")
 EXAMPLE = Path("examples/arithmetic")
@@ -127,14 +126,18 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
     for number, (variant, lines) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(down, COLUMNS, number)
         steps = np.arange(1, 1 + max(map(len, lines)))
-        style_axes(axes, steps)
-        set_title(axes, variant)
-        for seed, (rewards, colour) in enumerate(zip(lines, (BLUE, GREEN, VIOLET), strict=False)):
-            axes.plot(steps, rewards, color=colour.code, linewidth=1.2, label=f"seed {seed}")
+        axes.set_title(variant, loc="left", fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        for seed, (rewards, name) in enumerate(
+            zip(lines, ("blue", "green", "violet"), strict=False)
+        ):
+            axes.plot(steps, rewards, color=NAMED[name].code, linewidth=1.2, label=f"seed {seed}")
         axes.set_ylim(-0.03, 1.03)
         if number == 1:
-            axes.set_ylabel("reward", color=INK, fontsize=8)
-            add_legend(axes)
+            axes.set_ylabel("reward", fontsize=8)
+            axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=90)
     _reduce_colours(path)
 

@@ -16,8 +16,8 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
 from spmd_rl.report.means import num_latest
 from spmd_rl.report.page import render
+from spmd_rl.report.panels import PHASES
 from spmd_rl.report.pictures.charts import charts
-from spmd_rl.report.pictures.colours import PHASES
 from spmd_rl.report.pictures.time_axes import seconds_before_step_1, training_rows, wall_s
 from spmd_rl.report.progress import weights_text
 from spmd_rl.report.samples import PageBudget, read_samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COMPARED, MISMATCHED = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens"
@@ -42,6 +42,19 @@ def closing_text(rows: Iterable[Mapping[str, Any]]) -> str:
         f"{compared:,.0f} of {drawn:,.0f} tokens ({percent(compared / drawn)}) were compared with "
         "the engine's log-probs: the others were drawn by older weights"
     )
+
+
+def total_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many tokens of a run differed; "" where the trainer is compared with no engine."""
+    compared_rows = [row for row in rows if row.get(COMPARED) != 0]
+    total, compared = (
+        sum(row.get(name) or 0 for row in compared_rows) for name in (MISMATCHED, COMPARED)
+    )
+    if all(row.get(MISMATCHED) is None for row in rows):
+        return ""
+    if not compared and not total:
+        return "no tokens compared"
+    return f"{total:,.0f} {f'of {compared:,.0f} ' if compared else ''}tokens mismatched"
 
 
 def percent(share: float) -> str:

@@ -89,10 +89,10 @@ class Chart {
     );
     let [low, high] = values.length ? (this.panel.whole ? span : spanWithoutOutliers)(values) : [0, 1];
     this.beyond = values.length && span(values)[1] > high ? span(values)[1] : null;
-    if (this.panel.floor !== null) low = Math.min(low, this.panel.floor);
+    if (this.panel.from_zero) low = Math.min(low, 0);
     if (this.panel.share && low >= 0 && high <= 1 && high > 0.5) [low, high] = [0, 1];
     else if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
-    else [low, high] = [low === this.panel.floor ? low : low - (high - low) * 0.06, high + (high - low) * 0.06];
+    else [low, high] = [this.panel.from_zero && low === 0 ? low : low - (high - low) * 0.06, high + (high - low) * 0.06];
     [this.low, this.high] = [low, high];
     this.x = (at) => LEFT + ((at - this.a) / (this.b - this.a)) * (this.width - LEFT - RIGHT);
     this.y = (value) => TOP + (1 - (value - this.low) / (this.high - this.low)) * (HEIGHT - TOP - BOTTOM);

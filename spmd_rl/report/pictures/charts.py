@@ -13,6 +13,7 @@ from typing import Any
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.panels import LEVEL, PANEL_OF_METRIC, PANELS, Line, Panel
 from spmd_rl.report.pictures.colours import LINES
+from spmd_rl.report.verdicts.main_scores import main_score
 
 Run = dict[str, Any]
 Chart = dict[str, Any]
@@ -44,19 +45,28 @@ def charts(runs: Sequence[Run]) -> dict[str, Any]:
     A chart has `lines`, each with the index of its run, its metric, label and colour. A metric that
     never changes is no chart but a text, such as "learning rate 0.001".
     """
-    panels = _panels(runs[0]) if len(runs) == 1 else _panels_of_many(runs)
-    drawn: list[Chart] = []
-    constant: list[str] = []
-    for panel, meaning in panels:
+    drawn = [*_charts_and_texts(runs)]
+    return {
+        "charts": [chart for _, chart, text in drawn if text is None],
+        "constant": [text for *_, text in drawn if text is not None],
+    }
+
+
+def main_charts(run: Run) -> list[Chart]:
+    """Return the charts of `curves.png`, without those that never change, unless that is news."""
+    return [
+        chart
+        for panel, chart, text in _charts_and_texts([run])
+        if panel.main and (text is None or panel.news_if_flat)
+    ]
+
+
+def _charts_and_texts(runs: Sequence[Run]) -> Iterator[tuple[Panel, Chart, str | None]]:
+    """Yield each chart that has lines, with its text if it never changes."""
+    for panel, meaning in _panels(runs[0]) if len(runs) == 1 else _panels_of_many(runs):
         chart = _chart(panel, meaning, runs)
-        if not chart["lines"]:
-            continue
-        text = _constant(chart, panel, runs)
-        if text is None:
-            drawn.append(chart)
-        else:
-            constant.append(text)
-    return {"charts": drawn, "constant": constant}
+        if chart["lines"]:
+            yield panel, chart, _constant(chart, panel, runs)
 
 
 def _panels(run: Run) -> Iterator[tuple[Panel, str]]:
@@ -101,7 +111,9 @@ def _evaluations(columns: dict[str, Any]) -> Iterator[tuple[Panel, str]]:
             lines = [*lines, Line(whole, ALL_SETS)]
         meaning = f"eval/SET/{score}, of the weights after so many steps"
         for start in range(0, len(lines), len(LINES)):
-            yield _score_panel(score, lines[start : start + len(LINES)]), meaning
+            panel = _score_panel(score, lines[start : start + len(LINES)])
+            is_main = score == main_score(columns)
+            yield replace(panel, main=is_main, news_if_flat=is_main), meaning
 
 
 def _rank(metric: str) -> int:
@@ -117,7 +129,7 @@ def _score_panel(score: str, lines: Sequence[Line]) -> Panel:
         f"Evaluation: {_SCORES.get(score, score)}",
         tuple(coloured),
         unit=_UNITS.get(score, ""),
-        floor=None if score == "margin" else 0,
+        from_zero=score != "margin",
         share=is_share,
     )
 
@@ -151,9 +163,9 @@ def _alone(metric: str, label: str, columns: dict[str, Any]) -> tuple[Panel, str
         panel = _score_panel(match[2], [line])
         return replace(panel, title=f"{panel.title}, {match[1]}"), meaning
     if like is None:
-        floor = 0 if metric.startswith("time/") else None
-        unit = known.unit if known else ""
-        return Panel(_title(metric), (line,), unit=unit, floor=floor), meaning
+        unit, from_zero = known.unit if known else "", metric.startswith("time/")
+        is_part = metric.startswith(PART)
+        return Panel(_title(metric), (line,), unit, from_zero, main=is_part), meaning
     layout = replace(like, title=_title(metric), lines=(line,), stacked=False)
     return (replace(layout, unit=known.unit) if known else layout), meaning
 
@@ -184,8 +196,9 @@ def _chart(panel: Panel, meaning: str, runs: Sequence[Run]) -> Chart:
                         "colour": colour.variable,
                     }
                 )
-    layout = {name: getattr(panel, name) for name in ("title", "unit", "floor", "share", "whole")}
-    return layout | {"stacked": panel.stacked, "meaning": meaning, "lines": lines}
+    names = ("title", "unit", "from_zero", "share", "whole", "stacked")
+    layout = {name: getattr(panel, name) for name in names}
+    return layout | {"meaning": meaning, "lines": lines}
 
 
 def _has(run: Run, metric: str) -> bool:
@@ -223,7 +236,7 @@ def _constant_value(values: Sequence[float], panel: Panel) -> str | None:
         return f"0 within rounding, at most {largest:.0e}"
     if min(values) == max(values) and (len(values) > 1 or not largest):
         return f"{values[0]:,.6g}"
-    if panel.floor == 0 and len(values) > 1 and _is_level(values):
+    if panel.from_zero and len(values) > 1 and _is_level(values):
         return f"{min(values):,.4g} to {max(values):,.4g}"
     return None
 

@@ -1,4 +1,4 @@
-"""Colours of lines and phases, which `curves.png` and the report page share."""
+"""Colours of lines, which `curves.png` and the report page share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ class Colour:
     variable: str
 
 
-BLUE, AMBER = Colour("#2667c9", "--c0"), Colour("#d07010", "--c1")
-GREEN, VIOLET = Colour("#0b7a5b", "--c2"), Colour("#4a2b73", "--c3")
-PURPLE, MAROON = Colour("#8a1cf5", "--c4"), Colour("#7a1d12", "--c5")
-PINK, OLIVE = Colour("#c765b0", "--c6"), Colour("#8f8848", "--c7")
-RED, GREY = Colour("#c22f45", "--alarm"), Colour("#a7b1ba", "--rest")
-
-# of the lines of one chart, in their order; they differ in lightness too, for colour-blind readers
-LINES = (BLUE, AMBER, GREEN, VIOLET, PURPLE, MAROON, PINK, OLIVE)
-PHASES = {
-    "rollout": BLUE,
-    "train": AMBER,
-    "sync": GREEN,
-    "sleep": VIOLET,
-    "wake": PURPLE,
-    "eval": MAROON,
-    "other": GREY,
+NAMED = {
+    "blue": Colour("#2667c9", "--c0"),
+    "amber": Colour("#d07010", "--c1"),
+    "green": Colour("#0b7a5b", "--c2"),
+    "violet": Colour("#4a2b73", "--c3"),
+    "purple": Colour("#8a1cf5", "--c4"),
+    "maroon": Colour("#7a1d12", "--c5"),
+    "pink": Colour("#c765b0", "--c6"),
+    "olive": Colour("#8f8848", "--c7"),
+    "red": Colour("#c22f45", "--alarm"),
+    "grey": Colour("#a7b1ba", "--rest"),
 }
+# of the lines of one chart, in their order; they differ in lightness too, for colour-blind readers
+LINES = tuple(NAMED.values())[:8]
+CODES = {colour.variable: colour.code for colour in NAMED.values()}

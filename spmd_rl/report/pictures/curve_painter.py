@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from spmd_rl.report.pictures.curve_axes import Rows
-from spmd_rl.report.pictures.curves import draw
+from spmd_rl.report.pictures.curves import Rows, draw
 
 LOWEST_PRIORITY = 19  # niceness
 LEAST_S = 10.0  # between two drawings, each of which takes a processor for a second or two

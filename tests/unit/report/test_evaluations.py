@@ -69,7 +69,7 @@ def test_an_evaluation_belongs_to_the_step_before_it(
     figure = [one.metric for one in KEY_FIGURES].index("eval/reward")
     assert key_figures(rows)[figure] == key_figures(rows[:1])[figure] == (0.25, None)
     axes = picture(rows, "run").axes
-    assert "reward in evaluation" in [one.get_title(loc="left") for one in axes]
+    assert "Evaluation: mean reward" in [one.get_title(loc="left") for one in axes]
 
 
 class Kept:
@@ -149,7 +149,7 @@ def test_held_out_scores_are_in_the_views_and_the_curves(folder: RunFolder) -> N
         {"step": 2, "train/loss": 0.5, **last},
     ]
     axes = picture(rows, "run").axes
-    assert "loss in evaluation" in [one.get_title(loc="left") for one in axes]
+    assert "Evaluation: loss of a token" in [one.get_title(loc="left") for one in axes]
 
 
 def test_the_time_of_an_evaluation_is_a_phase_of_its_step() -> None:

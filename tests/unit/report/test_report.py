@@ -12,14 +12,15 @@ import pytest
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report import series as figures
 from spmd_rl.report import write_report
 from spmd_rl.report.about import about
 from spmd_rl.report.build import gather
 from spmd_rl.report.command import main
 from spmd_rl.report.page import as_json
-from spmd_rl.report.panels import PANEL_OF_METRIC, colour_of
-from spmd_rl.report.pictures import colours, time_axes
+from spmd_rl.report.panels import PANEL_OF_METRIC, PHASES
+from spmd_rl.report.pictures import colours, curves, time_axes
 from spmd_rl.report.redraw import main as redraw
 from spmd_rl.report.settings import differences
 from spmd_rl.report.verdicts.comparison import as_number
@@ -441,14 +442,14 @@ def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
 
 def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
     style = (PAGE / "style.css").read_text(encoding="utf-8")
-    every = [*colours.PHASES.values(), *colours.LINES, *map(colour_of, METRIC_OF_NAME)]
-    for colour in every:
+    for colour in colours.NAMED.values():
         assert f"{colour.variable}: light-dark({colour.code}," in style
-    data = gather([make_run(tmp_path / "run", num_steps=2, num_ranks=1)])
+    run = make_run(tmp_path / "run", num_steps=2, num_ranks=1)
+    data, rows = gather([run]), read_metrics(run / "metrics.jsonl")
     drawn = {line["metric"]: line["colour"] for chart in data["charts"] for line in chart["lines"]}
-    for metric in set(drawn) & set(METRIC_OF_NAME):
-        assert drawn[metric] == colour_of(metric).variable
-    assert data["phase_colours"]["rollout"] == drawn["time/rollout"] == colours.BLUE.variable
+    assert data["phase_colours"]["rollout"] == drawn["time/rollout"] == PHASES["rollout"].variable
+    panels = {axes.get_title("left"): axes for axes in curves.picture(rows, "").axes}
+    assert panels["Entropy"].lines[0].get_color() == colours.CODES[drawn["train/entropy"]]
     script = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("panels.js"))
     assert not re.findall(r"--c[1-9]", script), "a colour of its own"
 

@@ -16,7 +16,7 @@ from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.report import run_monitor
 from spmd_rl.report.live_view import LiveView
-from spmd_rl.report.pictures import curve_axes, curve_painter, curves
+from spmd_rl.report.pictures import curve_painter, curves
 from spmd_rl.report.pictures.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline, weights_text
@@ -464,10 +464,11 @@ def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_is_no_step_of_the_picture() -> None:
-    rows = [{"step": step, "train/loss": 0.5, "reward/mean": 0.5} for step in (-1, 0, 1, 2, 3)]
-    figure = curves.picture(rows, "")
-    assert [axes.get_xlim() for axes in figure.axes] == [(1, 3)] * len(figure.axes)
-    assert curves.picture(rows[:2], "") is None
+    rows = [{"step": step, "warmup/loss": 0.5 - step} for step in (-1, 0)]
+    assert curves.picture(rows, "") is None
+    rows += [{"step": step, "train/loss": step, "reward/mean": 0.5} for step in (1, 2, 3)]
+    drawn = [axes.lines[0].get_xdata().tolist() for axes in curves.picture(rows, "").axes]
+    assert drawn == [[1, 2, 3]] * 2
 
 
 def test_the_live_view_shows_what_runs_waits_and_is_buffered() -> None:
@@ -475,12 +476,6 @@ def test_the_live_view_shows_what_runs_waits_and_is_buffered() -> None:
         progress(**{"rollout/running": 64, "rollout/waiting": 12, "rollout/buffered": 7})
     )
     assert "running 64 · waiting 12 · buffered 7" in " ".join(text.split())
-
-
-def test_running_mean_leaves_missing_values_out() -> None:
-    values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
-    expected = [np.nan, 1.0, 2.0, 3.0, 5.0]
-    np.testing.assert_array_equal(curve_axes.running_mean(values, 2), expected)
 
 
 def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
