@@ -6,12 +6,9 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
@@ -23,7 +20,6 @@ from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.page.report_data import write_report
 from spmd_rl.microscope.ranks.rank_replay import RankReplay, SharedRole, ready_to_fork
 from spmd_rl.microscope.replay import inputs
-from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.inputs import RecordedSample
 from spmd_rl.microscope.replay.weights import (
     ReplayWeights,
@@ -31,28 +27,11 @@ from spmd_rl.microscope.replay.weights import (
     sampling_weights,
     step_to_confirm,
 )
+from spmd_rl.microscope.sides import Replay
 from spmd_rl.model.read import read_spec
 from spmd_rl.observe.run_folder import refuse_links
 
 EXIT_AGREE, EXIT_DIFFER = 0, 1
-
-
-@dataclass(frozen=True)
-class _RunInputs:
-    """The run to replay, if there is one, with its settings, the case and the weights.
-
-    `dropped_splits` says whether the settings had attention splits, which cannot run here.
-    """
-
-    run: Path | None
-    settings: dict[str, Any]
-    case: ReplayCase
-    weights: ReplayWeights
-    dropped_splits: bool
-
-    @property
-    def run_name(self) -> str:
-        return str(self.settings.get("run", {}).get("name") or (self.run or Path()).name)
 
 
 def main(words: list[str]) -> int:
@@ -68,17 +47,17 @@ def main(words: list[str]) -> int:
     options.left = options.left or "engine"
     check_sides(options)
     folder = _report_folder(options, run)
-    world = sides.world_of(options, sides.device_of(options))
+    world = sides.world_of(options)
     with TemporaryDirectory() as temporary:
         with ready_to_fork():
-            loaded = _load(options, run, settings, Path(temporary))
-            sides.refuse_mixture(options, read_spec(loaded.weights.folder))
+            replay = _load(options, run, settings, Path(temporary))
+            sides.refuse_mixture(options, read_spec(replay.weights.folder))
             if options.write_inputs:
-                return _write_inputs(loaded, sides.device_of(options), Path(options.write_inputs))
+                return _write_inputs(replay, Path(options.write_inputs))
             _make_folder(folder)
-            rank_replays = _replay_ranks(options, loaded, Path(temporary))
+            rank_replays = _replay_ranks(replay)
         with world as context:
-            setup = _setup(options, loaded, words, Path(temporary), context, rank_replays)
+            setup = _setup(replay, words, context, rank_replays)
             return _compare([setup, *(one.beside(setup) for one in rank_replays)], folder)
 
 
@@ -97,15 +76,14 @@ def _compare(setups: Sequence[ReplaySetup], folder: Path) -> int:
     return EXIT_AGREE if all(one.agree for one in examinations) else EXIT_DIFFER
 
 
-def _write_inputs(loaded: _RunInputs, device: torch.device, path: Path) -> int:
+def _write_inputs(replay: Replay, path: Path) -> int:
     """Write what a foreign program needs, and say under which weights it is to compute."""
     try:
-        beside = path.with_suffix(".weights")
-        model = sides.folder_of(sides.DUMP, loaded.weights, loaded.settings, device, beside)
-        write_inputs(loaded.case, model, path)
+        model = replay.folder_of(sides.DUMP, path.with_suffix(".weights"))
+        write_inputs(replay.case, model, path)
     except OSError as error:
         raise ConfigError(f"--write-inputs {path} cannot be written: {error.strerror}") from None
-    print(f"{len(loaded.case.sequences)} sequences for {loaded.weights.description}")
+    print(f"{len(replay.case.sequences)} sequences for {replay.weights.description}")
     print(path)
     return EXIT_AGREE
 
@@ -134,7 +112,7 @@ def _make_folder(path: Path) -> None:
 
 def _load(
     options: argparse.Namespace, run: Path | None, settings: dict[str, Any], temporary: Path
-) -> _RunInputs:
+) -> Replay:
     """Load the case and choose the weights; those that are to be written go to `temporary`."""
     weights, samples = _named_weights(options), list[RecordedSample]()
     trainer = {} if weights else settings.get("trainer", {})
@@ -148,10 +126,9 @@ def _load(
         case = inputs.case_of_samples(samples, weights.folder, settings)
     else:
         case = inputs.case_of_prompts(options.prompts, weights.folder)
-    device, spec = sides.device_of(options), read_spec(weights.folder)
-    dtype, _ = sides.dtypes_of(options, device, settings)
-    dropped = sides.drop_splits(settings, spec, dtype, device)
-    return _RunInputs(run, settings, case, weights, dropped)
+    spec, (dtype, _) = read_spec(weights.folder), sides.dtypes_of(options, settings)
+    dropped = sides.drop_splits(settings, spec, dtype, sides.device_of(options))
+    return Replay(options, run, settings, case, weights, temporary, dropped)
 
 
 def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
@@ -172,72 +149,67 @@ def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
 
 
 def _setup(
-    options: argparse.Namespace,
-    loaded: _RunInputs,
+    replay: Replay,
     words: list[str],
-    temporary: Path,
     context: RoleContext | None,
     rank_replays: Sequence[RankReplay],
 ) -> ReplaySetup:
-    device = sides.device_of(options)
-    dtypes = sides.dtypes_of(options, device, loaded.settings)
-    notes = _notes(options, loaded)
-    weights = loaded.weights
-    settings, case = loaded.settings, loaded.case
-    left, right = sides.forward_passes(
-        options, settings, case, weights, dtypes, device, temporary, context
-    )
+    options, run, weights = replay.options, replay.run, replay.weights
+    left, right = replay.passes(context)
     replayed = {one.role.side for one in rank_replays}
-    limits = limits_of(settings, (options.left, options.right), case, weights.lora, replayed)
+    limits = limits_of(replay.settings, replay.dtypes, replay.case, weights.lora, replayed)
+    name = replay.settings.get("run", {}).get("name") or (run or Path()).name
     return ReplaySetup(
-        loaded.case,
+        replay.case,
         left,
         right,
         model=str(weights.folder),
         planted=options.plant,
         weights=weights.description,
         drew_samples=weights.drew_samples,
-        other_step=step_to_confirm(loaded.run) if loaded.run and not options.prompts else None,
+        other_step=step_to_confirm(run) if run and not options.prompts else None,
         command=shlex.join(["spmd-rl", "mismatch", *words]),
-        run=loaded.run_name,
-        notes=notes,
+        run=str(name),
+        notes=_notes(replay),
         limits=tuple(limits),
-        doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
+        doubt=_doubt(replay),
         tolerance=sides.tolerance_of(options, left, right),
     )
 
 
-def _replay_ranks(
-    options: argparse.Namespace, loaded: _RunInputs, temporary: Path
-) -> list[RankReplay]:
+def _replay_ranks(replay: Replay) -> list[RankReplay]:
     """Replay the roles whose ranks share work on so many ranks.
 
     Those that fail are left out, and the verdict names what was not looked at.
     """
-    if options.plant:
+    if replay.options.plant:
         return []
-    device, weights = sides.device_of(options), loaded.weights
-    dtypes = sides.dtypes_of(options, device, loaded.settings)
     replays = []
-    for side, dtype in zip((options.left, options.right), dtypes, strict=True):
-        role = SharedRole.of(loaded.settings, side)
-        if role is None or not role.fits(device):
-            continue
-        folder = temporary / side
-        replay = RankReplay(role, loaded.case, loaded.settings, weights, dtype, device, folder)
-        if replay.record():
-            replays.append(replay)
+    for side, dtype in replay.dtypes.items():
+        role = SharedRole.of(replay.settings, side)
+        if role is not None and role.fits(replay.device):
+            one = RankReplay(
+                role,
+                replay.case,
+                replay.settings,
+                replay.weights,
+                dtype,
+                replay.device,
+                replay.temporary / side,
+            )
+            replays += [one] if one.record() else []
     return replays
 
 
-def _notes(options: argparse.Namespace, loaded: _RunInputs) -> tuple[str, ...]:
+def _notes(replay: Replay) -> tuple[str, ...]:
     """Return sentences on what is replayed."""
-    notes = inputs.tokenizer_notes(loaded.case)
-    notes += sides.megatron_notes(options, loaded.settings)
-    notes += sides.plain_notes(options, loaded.settings, loaded.weights.lora)
+    options, weights = replay.options, replay.weights
+    notes = inputs.tokenizer_notes(replay.case)
+    notes += sides.megatron_notes(options, replay.settings)
+    notes += sides.plain_notes(options, replay.settings, weights.lora)
     if options.step is not None:
-        notes.append(f"Replayed under {loaded.weights.description}.")
-    if loaded.dropped_splits:
+        notes.append(f"Replayed under {weights.description}.")
+    if replay.dropped_splits:
         notes.append(
             "The run's attention_split needs FlashAttention-4: "
             "both sides attend to all keys at once here."
@@ -245,21 +217,19 @@ def _notes(options: argparse.Namespace, loaded: _RunInputs) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:
+def _doubt(replay: Replay) -> str:
     """Return what speaks against an agreement: the mismatches that the run itself counted."""
-    if loaded.run is None or options.prompts:
+    if replay.run is None or replay.options.prompts:
         return ""
-    counts = inputs.mismatched_tokens(loaded.run)
+    counts = inputs.mismatched_tokens(replay.run)
     if not counts:
         return ""
+    dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in replay.dtypes.values())
     return (
         f"But the run itself counted {sum(counts.values()):,} unequal tokens: "
         f"{inputs.list_by_step(counts)}. "
-        f"{len(loaded.case.sequences):,} of its samples were replayed here, in another process, "
-        f"{where} under {loaded.weights.description}. The unequal tokens may be of other samples "
-        "(--step, --samples); if not, what differs from the run in these, or a push, is to blame."
+        f"{len(replay.case.sequences):,} of its samples were replayed here, in another process, "
+        f"on {replay.device.type} in {' and '.join(dtypes)} under {replay.weights.description}. "
+        "The unequal tokens may be of other samples (--step, --samples); if not, what differs from "
+        "the run in these, or a push, is to blame."
     )
-
-
-def _list(*dtypes: torch.dtype) -> str:
-    return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -12,7 +12,7 @@ import torch
 from spmd_rl.microscope.diagnose.compare import Comparison, PatchEvidence, PointResult, compare
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
 from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, kernels_of
-from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.foreign.dump import DumpPass
 from spmd_rl.microscope.limits import first_line
 from spmd_rl.microscope.page.tolerance import first_beyond, tolerance_sentences
 from spmd_rl.microscope.page.verdict import verdict
@@ -214,21 +214,17 @@ def _explain(
     assert evidence is not None
     left_kernels = kernels_of(setup.left, setup.case)
     right_kernels = kernels_of(setup.right, setup.case)
-    left_values, right_values = _values_by_side(evidence, comparison.patched == setup.left.name)
+    left_values, right_values = evidence.patched, evidence.other
+    if comparison.patched != setup.left.name:
+        left_values, right_values = right_values, left_values
     search = _variant_search(setup, evidence)
-    explanations = {}
-    for result in results:
-        left = _explain_side(search, result, left_kernels, left_values)
-        right = _explain_side(search, result, right_kernels, right_values)
-        explanations[result.point] = Explanation(left, right)
-    return explanations
-
-
-def _values_by_side(evidence: PatchEvidence, left_is_patched: bool) -> tuple[ValueTap, ValueTap]:
-    """Return the outputs of the left and of the right side on the same input."""
-    if left_is_patched:
-        return evidence.patched, evidence.other
-    return evidence.other, evidence.patched
+    return {
+        result.point: Explanation(
+            _explain_side(search, result, left_kernels, left_values),
+            _explain_side(search, result, right_kernels, right_values),
+        )
+        for result in results
+    }
 
 
 def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from spmd_rl.mesh.axes import MODEL
@@ -14,7 +14,7 @@ SPLIT_OF = {"engine": "infer", "trainer": "train", "megatron": "train"}  # roles
 
 def limits_of(
     settings: dict[str, Any],
-    sides: Sequence[str],
+    sides: Collection[str],
     case: ReplayCase,
     lora: LoraConfig,
     on_ranks: Collection[str],
@@ -46,7 +46,7 @@ def _axes(settings: dict[str, Any], sides: Collection[str]) -> Iterator[str]:
             yield f"exchanges of the {side}'s ranks, of which one replays all ({', '.join(shared)})"
 
 
-def _other_programs(settings: dict[str, Any], sides: Sequence[str]) -> Iterator[str]:
+def _other_programs(settings: dict[str, Any], sides: Collection[str]) -> Iterator[str]:
     """Yield the programs of the run in whose place our own roles compute."""
     if "engine" in sides and settings.get("engine", {}).get("kind") == "sglang":
         yield "SGLang, in whose place our engine computes"

@@ -10,6 +10,7 @@ import torch
 
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.microscope.replay.backend_pass import Fsdp2Pass
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import (
     ForwardPass,
@@ -17,7 +18,6 @@ from spmd_rl.microscope.replay.forward_pass import (
     TrainerPass,
     load_model,
 )
-from spmd_rl.microscope.replay.fsdp2_pass import fsdp2_pass
 from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.parts.part import WHOLE, row_shards_of_run
@@ -60,7 +60,7 @@ def forward_pass(
         return ReferencePass(model, dtype, device)
     trainer = settings.get("trainer", {})
     if name != "engine" and context is not None:
-        return fsdp2_pass(model, dtype, context, trainer, lora)
+        return Fsdp2Pass(model, dtype, context, trainer, lora)
     role = settings.get("engine", {}) if name == "engine" else trainer
     load = partial(
         load_model,

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from spmd_rl.mesh.alone import alone
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope.diagnose.compare import begin_sentence, name_in_sentence
 from spmd_rl.microscope.diagnose.faults import plant
-from spmd_rl.microscope.foreign.dump import Dump
-from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.foreign.dump import Dump, DumpPass
 from spmd_rl.microscope.foreign.sglang_side import OWNED, SglangSide, write_sglang_dump
+from spmd_rl.microscope.replay.backend_pass import MegatronPass
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
-from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.microscope.replay.weights import ReplayWeights
 from spmd_rl.microscope.role_pass import SPLIT, forward_pass
 from spmd_rl.model.attention import backend_of
@@ -52,25 +52,25 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 def dtypes_of(
-    options: argparse.Namespace, device: torch.device, settings: dict[str, Any]
+    options: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes that the left and the right side are to compute in."""
-    left, right, asked = options.left, options.right, options.dtype
-    return (
-        _dtype(left, right, asked, device, settings),
-        _dtype(right, left, asked, device, settings),
-    )
+    """Return the dtypes that the left and the right side are to compute in.
+
+    They are those of the roles in the run; what is no role has that of the other side.
+    """
+
+    def dtype(name: str, other: str) -> torch.dtype:
+        role = "engine" if name in SGLANG and engine_of(settings) == "sglang" else name
+        role = other if role in LIBRARIES else role
+        role = "trainer" if role == MEGATRON else role
+        asked = options.dtype or settings.get(role, {}).get("dtype", "auto")
+        return _dtype_named(asked, device_of(options))
+
+    return dtype(options.left, options.right), dtype(options.right, options.left)
 
 
-def _dtype(
-    name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
-) -> torch.dtype:
-    """Return the dtype of the role in the run; that of the other side for what is no role."""
-    role = "engine" if name in SGLANG and engine_of(settings) == "sglang" else name
-    role = other if role in LIBRARIES else role
-    role = "trainer" if role == MEGATRON else role
-    dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
-    dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
+def _dtype_named(name: str, device: torch.device) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, dtype_of(name, device))
     return dtype
 
 
@@ -85,74 +85,89 @@ def tolerance_of(
     return None
 
 
-def forward_passes(
-    options: argparse.Namespace,
-    settings: dict[str, Any],
-    case: ReplayCase,
-    weights: ReplayWeights,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-    temporary: Path,
-    context: RoleContext | None = None,
-) -> tuple[ForwardPass, ForwardPass]:
-    """Return the left and the right pass, with the fault that the options plant.
+@dataclass(frozen=True)
+class Replay:
+    """What both sides compute, and with which weights; they write theirs to `temporary`.
 
-    Megatron-core needs the `context` of `world_of`. SGLang runs before the other side's weights are
-    loaded, and leaves its dump in `temporary`.
+    `run` and its `settings` are empty if there is none. `dropped_splits` says whether the settings
+    had attention splits, which cannot run here.
     """
-    dtype_of_side = dict(zip((options.left, options.right), dtypes, strict=True))
-    recorded: DumpPass | None = None
-    for name in set(dtype_of_side) & set(FOREIGN):
-        path = Path(options.dump or "")
-        if name in SGLANG:
-            side, dtype = _sglang_side(name, options), dtype_of_side[name]
-            model = folder_of(name, weights, settings, device, temporary)
-            path = write_sglang_dump(side, case, model, dtype, temporary / "sglang")
-        recorded = DumpPass(Dump(path, read_spec(weights.folder)), device, name)
 
-    def pass_of(name: str, dtype: torch.dtype) -> ForwardPass:
-        if recorded is not None and recorded.name == name:
-            return recorded
-        model = folder_of(name, weights, settings, device, temporary)
+    options: argparse.Namespace
+    run: Path | None
+    settings: dict[str, Any]
+    case: ReplayCase
+    weights: ReplayWeights
+    temporary: Path
+    dropped_splits: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.options)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each side."""
+        names = self.options.left, self.options.right
+        return dict(zip(names, dtypes_of(self.options, self.settings), strict=True))
+
+    def folder_of(self, name: str, temporary: Path | None = None) -> Path:
+        """Return the folder from which a side loads: a plain one without adapters and codes."""
+        if _is_coded(name, self.weights.lora):
+            return self.weights.folder
+        trainer = self.settings.get("trainer", {})
+        dtype = _dtype_named(trainer.get("dtype", "auto"), self.device)
+        return self.weights.plain(
+            trainer.get("weights", "full"), dtype, temporary or self.temporary
+        )
+
+    def passes(self, context: RoleContext | None = None) -> tuple[ForwardPass, ForwardPass]:
+        """Return the left and the right pass, with the fault that the options plant.
+
+        Megatron-core needs the `context` of `world_of`. SGLang runs before the other side's weights
+        are loaded.
+        """
+        recorded = {name: self._recorded(name) for name in self.dtypes if name in FOREIGN}
+        left, right = (
+            recorded.get(name) or self._pass(name, dtype, context, share_prompts=not recorded)
+            for name, dtype in self.dtypes.items()
+        )
+        if self.options.plant:
+            assert isinstance(left, EnginePass)
+            plant(self.options.plant, left)
+        return left, right
+
+    def _recorded(self, name: str) -> DumpPass:
+        """Return the side that runs elsewhere."""
+        path = Path(self.options.dump or "")
+        if name in SGLANG:
+            options = self.options.sglang_options or {}
+            side = SglangSide(self.options.sglang or "", options, name == SGLANG[1])
+            folder, model = self.temporary / "sglang", self.folder_of(name)
+            path = write_sglang_dump(side, self.case, model, self.dtypes[name], folder)
+        return DumpPass(Dump(path, read_spec(self.weights.folder)), self.device, name)
+
+    def _pass(
+        self, name: str, dtype: torch.dtype, context: RoleContext | None, share_prompts: bool
+    ) -> ForwardPass:
+        model = self.folder_of(name)
         if name == MEGATRON:
             assert context is not None
-            return _megatron_pass(model, dtype, context, settings)
-        lora = weights.lora if model == weights.folder else NO_LORA
-        shares = recorded is None
-        return forward_pass(name, model, dtype, device, settings, share_prompts=shares, lora=lora)
-
-    left, right = (pass_of(*side) for side in dtype_of_side.items())
-    if options.plant:
-        assert isinstance(left, EnginePass)
-        plant(options.plant, left)
-    return left, right
+            return _megatron_pass(model, dtype, context, self.settings)
+        lora = self.weights.lora if model == self.weights.folder else NO_LORA
+        return forward_pass(
+            name, model, dtype, self.device, self.settings, share_prompts=share_prompts, lora=lora
+        )
 
 
-def folder_of(
-    name: str,
-    weights: ReplayWeights,
-    settings: dict[str, Any],
-    device: torch.device,
-    temporary: Path,
-) -> Path:
-    """Return the folder from which a side loads: a plain one if it has no adapters and codes."""
-    if _is_coded(name, weights.lora):
-        return weights.folder
-    trainer = settings.get("trainer", {})
-    dtype = getattr(torch, dtype_of(trainer.get("dtype", "auto"), device))
-    return weights.plain(trainer.get("weights", "full"), dtype, temporary)
-
-
-def world_of(
-    options: argparse.Namespace, device: torch.device
-) -> AbstractContextManager[RoleContext | None]:
+def world_of(options: argparse.Namespace) -> AbstractContextManager[RoleContext | None]:
     """Return a world of one rank, to be open while Megatron-core runs, if it is one of the sides.
 
     Raises: ConfigError where it would run on another device.
     """
     if MEGATRON not in (options.left, options.right):
         return nullcontext()
-    if torch.cuda.is_available() and device.type == "cpu":
+    if torch.cuda.is_available() and device_of(options).type == "cpu":
         raise ConfigError(
             "--device cpu: Megatron-core runs on a GPU where there is one; "
             "set CUDA_VISIBLE_DEVICES= to hide it"
@@ -252,9 +267,3 @@ def require_chosen_program(options: argparse.Namespace, settings: dict[str, Any]
             "the run generated with SGLang, a program that is not started because a folder names "
             f"it: add {shlex.join(words)} if you trust the folder, or choose --left engine"
         )
-
-
-def _sglang_side(name: str, options: argparse.Namespace) -> SglangSide:
-    """Return SGLang as the command line chooses it."""
-    own = options.sglang_options or {}
-    return SglangSide(options.sglang or "", own, name == SGLANG[1])

@@ -58,7 +58,8 @@ class Panel:
 
 
 _TEXT = (resources.files("spmd_rl.report") / "panels.toml").read_text(encoding="utf-8")
-PANELS = tuple(Panel.of(**table) for table in tomllib.loads(_TEXT)["charts"])
+TABLES = tomllib.loads(_TEXT)
+PANELS = tuple(Panel.of(**table) for table in TABLES["charts"])
 PANEL_OF_METRIC = {line.metric: panel for panel in PANELS for line in panel.lines}
 PHASES = {
     line.label: panel.colour(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,8 @@ from spmd_rl.types.samples import AGENT, ERROR, NO_VERSION, TURN_RECORDS, TURNS
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
 MAX_CONTEXT_TOKENS = 1_000  # of a sample's own context; its end is shown
+Row = TypeVar("Row", bound=msgspec.Struct)
+
 LETTERS_PER_TOKEN = 4  # of notes, which take as much room on the page
 
 
@@ -95,8 +97,19 @@ def failed_errors(run: Path, step: int) -> Iterator[str]:
     """Yield why samples of a step failed. Raises: DataError for a damaged line."""
     path = run / "samples" / f"step_{step:05d}.jsonl"
     for number, line in numbered_lines(path) if path.is_file() else ():
-        if b'"failed"' in line and (row := _row(f"{path}:{number}", line)).status == "failed":
+        if (
+            b'"failed"' in line
+            and (row := sample_row(f"{path}:{number}", line, _Row)).status == "failed"
+        ):
             yield str(row.metadata.get(ERROR, ""))
+
+
+def sample_row(where: str, line: bytes, kind: type[Row]) -> Row:
+    """Return the fields of a sample that `kind` has. Raises: DataError."""
+    try:
+        return msgspec.convert(parse_finite_json(where, line), kind)
+    except msgspec.ValidationError as error:
+        raise DataError(where, f"not a line of samples: {error}") from None
 
 
 def evenly_spaced(items: list[int], num: int) -> list[int]:
@@ -129,7 +142,7 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
         num_samples += 1
         if full:
             continue
-        row = _row(f"{path}:{number}", line)
+        row = sample_row(f"{path}:{number}", line, _Row)
         uid = row.prompt_uid
         if uid not in groups:
             if full := taken >= num_tokens and bool(groups):
@@ -248,13 +261,6 @@ def _per_token(row: _Row, texts: list[str]) -> dict[str, list[Any]]:
         ],
         "versions": row.versions,
     }
-
-
-def _row(where: str, line: bytes) -> _Row:
-    try:
-        return msgspec.convert(parse_finite_json(where, line), _Row)
-    except msgspec.ValidationError as error:
-        raise DataError(where, f"not a line of samples: {error}") from None
 
 
 def _step(path: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.means import MIN_STANDARD_ERRORS, Mean, evaluation_mean, latest_mean, num_latest
+from spmd_rl.report.panels import TABLES
 from spmd_rl.report.pictures.time_axes import BEFORE, is_number, part_ends, training_rows
 
 Row = dict[str, Any]
@@ -39,26 +40,7 @@ class Figure(NamedTuple):
 
 
 LATEST, LAST = "last fifth", "last"
-KEY_FIGURES = (
-    KeyFigure("reward", "reward/mean", LATEST, 1),
-    KeyFigure("reward in evaluation", "eval/reward", LAST, 1),
-    KeyFigure("loss in evaluation", "eval/loss", LAST, -1),
-    KeyFigure("accuracy in evaluation", "eval/accuracy", LAST, 1),
-    KeyFigure("prompts without reward", "reward/solve_none", LATEST),
-    KeyFigure("response tokens", "rollout/response_tokens_mean", LATEST),
-    KeyFigure("entropy", "train/entropy", LATEST),
-    KeyFigure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
-    KeyFigure("compared tokens", "onpolicy/compared_tokens", "total"),
-    KeyFigure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
-    KeyFigure("time per step", "time/step", "median"),
-    KeyFigure("rollout speed", "rollout/tokens_per_s", "median", 1),
-    KeyFigure("train speed", "perf/train_tokens_per_s", "median", 1),
-    KeyFigure("MFU", "perf/mfu", "median", 1),
-    KeyFigure("controller's share", "perf/controller_share", "median"),
-    KeyFigure("peak device memory", "memory/gpu_peak_gib", "largest"),
-    KeyFigure("memory given back in a step", "memory/slept_gib", "median"),
-    KeyFigure("copies for sleep in a step", "memory/copied_gib", "median"),
-)
+KEY_FIGURES = tuple(KeyFigure(**table) for table in TABLES["figures"])
 
 # a metric that has no meaning in a step where its denominator is 0
 DENOMINATORS = {"onpolicy/mismatched_tokens": "onpolicy/compared_tokens"}

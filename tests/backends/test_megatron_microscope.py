@@ -45,7 +45,7 @@ def introduced(found: Examination) -> Counter[str]:
 
 
 def test_the_first_op_that_differs_is_named_on_either_side(tmp_path: Path) -> None:
-    from spmd_rl.microscope.replay.megatron_pass import MegatronPass
+    from spmd_rl.microscope.replay.backend_pass import MegatronPass
     from tests.backends.score_ranks import planted
 
     folder, case = write_model(tmp_path, "qwen3"), case_of(make_batch(0))

@@ -17,7 +17,7 @@ ROOMS = {
 KINDS = ("spmd_rl.rollout.kinds", "spmd_rl.train.kinds")
 OF_A_FIELD = ("spmd_rl", "spmd_rl.train.config")  # where a union of configs is a field's type
 # it makes a model of Megatron-core by itself, without a run
-MAKES_ONE = ("spmd_rl.microscope.replay.megatron_pass",)
+MAKES_ONE = ("spmd_rl.microscope.replay.backend_pass",)
 
 
 def class_tests(files: Mapping[str, str]) -> Iterator[str]:

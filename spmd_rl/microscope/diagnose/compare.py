@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
 from spmd_rl.microscope.diagnose.flips import RouteFlip, first_flip
-from spmd_rl.microscope.diagnose.ulp import Histogram, histogram
+from spmd_rl.microscope.diagnose.ulp import Histogram, histogram, rows_differ
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
@@ -256,7 +256,7 @@ def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEviden
     x, y = left.table[point][rows], right.table[point][rows]
     patched = evidence.patched.table[point][rows]
     expected = evidence.other.table[point][rows]
-    is_unequal, is_introduced = _rows_differ(x, y), _rows_differ(patched, expected)
+    is_unequal, is_introduced = rows_differ(x, y), rows_differ(patched, expected)
     is_shown = is_introduced if is_introduced.any() else is_unequal
     shares = _shares(point, patched, expected)
     return PointResult(
@@ -291,8 +291,3 @@ def _shares(point: Point, x: Tensor, y: Tensor) -> Tensor:
     least = 1.0 if point.op == "logprob" else torch.finfo(torch.float32).tiny
     largest = y.abs().nan_to_num(nan=0.0, posinf=torch.finfo(y.dtype).max).amax(1).clamp(min=least)
     return (differences.nan_to_num(nan=torch.inf).amax(1) / largest) if len(x) else largest
-
-
-def _rows_differ(x: Tensor, y: Tensor) -> Tensor:
-    """Shape: [rows, C] twice -> [rows] bool."""
-    return (wide_bits(x) != wide_bits(y)).any(1) if len(x) else torch.zeros(0, dtype=torch.bool)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import linear_fp32
-from spmd_rl.kernels.rowwise.row_hash import wide_bits
 from spmd_rl.microscope.diagnose.compare import PatchEvidence
 from spmd_rl.microscope.diagnose.kernel_names import KernelInfo
+from spmd_rl.microscope.diagnose.ulp import rows_differ
 from spmd_rl.microscope.diagnose.variant_inputs import Compute, VariantInputs
 from spmd_rl.microscope.diagnose.variants import variants, variants_from_source
 from spmd_rl.microscope.replay.case import ReplayCase
@@ -111,8 +111,7 @@ class VariantSearch:
         """
         patched, other = self.evidence.patched, self.evidence.other
         shared = patched.observed(point) & other.observed(point)
-        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
-        return shared, shared & unequal.any(1)
+        return shared, shared & rows_differ(patched.table[point], other.table[point])
 
     def _candidates(self, point: Point, values: ValueTap) -> Iterator[_Candidate]:
         """Yield the variants of the op.
@@ -229,7 +228,7 @@ class VariantSearch:
         for rows in self._computed_together(point, rows_read, step_of):
             inputs = self._variant_inputs(candidate, point, rows, left)
             out = candidate.compute(inputs).flatten(1).cpu()
-            given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
+            given[rows] = ~rows_differ(out, values.table[point][rows])
         return given
 
     def _variant_inputs(

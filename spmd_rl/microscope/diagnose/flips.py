@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from spmd_rl.kernels.rowwise.row_hash import wide_bits
+from spmd_rl.microscope.diagnose.ulp import rows_differ
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.layers.moe import ROUTES
@@ -48,20 +47,15 @@ def first_flip(left: ValueTap, right: ValueTap, points: Sequence[Point]) -> Rout
     point, rows = next(iter(flipped.items()))
     row, num_experts = int(rows[0]), left.table[point].shape[1] // 2
     before = points[: points.index(point)]
-    experts = [_experts(side.table[point][row, :num_experts]) for side in (left, right)]
+    experts = (tuple(map(int, side.table[point][row, :num_experts])) for side in (left, right))
     return RouteFlip(
-        point=point,
-        row=row,
-        left=experts[0],
-        right=experts[1],
+        point,
+        row,
+        *experts,
         num_flips=sum(map(len, flipped.values())),
         num_layers=len(flipped),
         parted_at=next((one for one in before if len(_unequal_rows(left, right, one))), None),
     )
-
-
-def _experts(ids: Tensor) -> tuple[int, ...]:
-    return tuple(int(one) for one in ids.tolist())
 
 
 def _unequal_rows(
@@ -70,7 +64,4 @@ def _unequal_rows(
     """Return the rows that both observed, and that differ in these columns."""
     x, y = (side.table[point][:, columns] for side in (left, right))
     both = left.observed(point) & right.observed(point)
-    if x.dtype != y.dtype:
-        x, y = x.float(), y.float()
-    differs = (wide_bits(x) != wide_bits(y)).any(1) if len(x) else torch.zeros_like(both)
-    return (both & differs).nonzero()[:, 0]
+    return (both & rows_differ(x, y)).nonzero()[:, 0]

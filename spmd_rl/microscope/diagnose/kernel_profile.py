@@ -78,17 +78,18 @@ def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
     tap = ProfilerTap(case.num_rows)
     if forward_pass.is_recorded:
         forward_pass.run(case, tap)
-        return _trace(tap, {})
+        return traced(tap, {})
     activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
     with profile(activities=activities, record_shapes=True) as profiler:
         forward_pass.run(case, tap)
     events = _trace_events(profiler)
     device = tap.forward_of.device
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
-    return _trace(tap, kernels_between_marks(events, hopper))
+    return traced(tap, kernels_between_marks(events, hopper))
 
 
-def _trace(tap: ProfilerTap, kernels: KernelsByPoint) -> KernelTrace:
+def traced(tap: ProfilerTap, kernels: KernelsByPoint) -> KernelTrace:
+    """Return the kernels, and what the tap of their pass noted."""
     forward_of, step_of = (
         tuple(numbers[:-1].tolist()) for numbers in (tap.forward_of, tap.step_of)
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.rowwise.row_hash import wide_bits
+
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
@@ -24,6 +26,11 @@ def distances(x: Tensor, y: Tensor) -> Tensor:
     """Return the steps between elements of `x` and `y`, in the coarser format, as int64."""
     dtype = torch.bfloat16 if torch.bfloat16 in (x.dtype, y.dtype) else torch.float32
     return (rank(x.to(dtype)) - rank(y.to(dtype))).abs()
+
+
+def rows_differ(x: Tensor, y: Tensor) -> Tensor:
+    """Return which rows differ in any bit of the wider format. Shape: [R, C] twice -> [R] bool."""
+    return (wide_bits(x) != wide_bits(y)).any(1) if len(x) else torch.zeros(0, dtype=torch.bool)
 
 
 @dataclass(frozen=True)

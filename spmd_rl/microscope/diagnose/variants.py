@@ -62,10 +62,6 @@ def _normed(inputs: VariantInputs) -> Tensor:
     return rms_norm(inputs.x[0], inputs.module.weight, inputs.spec.rms_eps)
 
 
-def _library_normed(inputs: VariantInputs) -> Tensor:
-    return _library_norm(inputs.x[0], inputs)
-
-
 def _scaled_before_rounding(inputs: VariantInputs) -> Tensor:
     x = inputs.x[0]
     return (x.float() * (_inverse_root(x, inputs) * inputs.module.weight.float())).to(x.dtype)
@@ -120,12 +116,10 @@ def _library_tables(inputs: VariantInputs, device: torch.device) -> tuple[Tensor
 
 
 def _tables(inputs: VariantInputs) -> tuple[Tensor, Tensor]:
-    rope = inputs.spec.rope
-    frequencies = inverse_frequencies(rope)
-    cos, sin = rope_table(frequencies, inputs.spec.max_positions, rope.attention_factor)
-    return cos.to(inputs.positions.device)[inputs.positions], sin.to(inputs.positions.device)[
-        inputs.positions
-    ]
+    rope, positions = inputs.spec.rope, inputs.positions
+    tables = rope_table(inverse_frequencies(rope), inputs.spec.max_positions, rope.attention_factor)
+    cos, sin = (table.to(positions.device)[positions] for table in tables)
+    return cos, sin
 
 
 def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
@@ -162,37 +156,18 @@ def _scored(inputs: VariantInputs) -> Tensor:
     return token_logprobs(inputs.x[0].float(), inputs.targets, _inverse(inputs))[0].unsqueeze(1)
 
 
-def _library_scored(inputs: VariantInputs) -> Tensor:
-    return _chosen((inputs.x[0].float() * _inverse(inputs)[:, None]).log_softmax(-1), inputs)
+def _log_softmax(logits: Compute) -> Compute:
+    """Return what scores by the library's log-softmax of these logits."""
+    return lambda inputs: _chosen(logits(inputs).log_softmax(-1), inputs)
 
 
-def _scored_by_division(inputs: VariantInputs) -> Tensor:
-    return _chosen((inputs.x[0].float() / inputs.temperatures[:, None]).log_softmax(-1), inputs)
+def _tempered(inputs: VariantInputs) -> Tensor:
+    return inputs.x[0].float() * _inverse(inputs)[:, None]
 
 
 def _scored_by_log_sum(inputs: VariantInputs) -> Tensor:
-    z = inputs.x[0].float() * _inverse(inputs)[:, None]
+    z = _tempered(inputs)
     return _chosen(z, inputs) - z.logsumexp(-1, keepdim=True)
-
-
-def _scored_by_log_of_softmax(inputs: VariantInputs) -> Tensor:
-    return _chosen((inputs.x[0].float() * _inverse(inputs)[:, None]).softmax(-1), inputs).log()
-
-
-def _scored_of_rounded(inputs: VariantInputs) -> Tensor:
-    return _chosen(
-        (inputs.x[0].bfloat16().float() * _inverse(inputs)[:, None]).log_softmax(-1), inputs
-    )
-
-
-def _scored_in_the_activations_format(inputs: VariantInputs) -> Tensor:
-    return _chosen(
-        (inputs.x[0].bfloat16() * _inverse(inputs)[:, None].bfloat16()).log_softmax(-1), inputs
-    )
-
-
-def _scored_untempered(inputs: VariantInputs) -> Tensor:
-    return _chosen(inputs.x[0].float().log_softmax(-1), inputs)
 
 
 def _inverse(inputs: VariantInputs) -> Tensor:
@@ -205,17 +180,35 @@ def _chosen(x: Tensor, inputs: VariantInputs) -> Tensor:
 
 _LOGPROB: list[Variant] = [
     ("exponentials summed by shards of the vocabulary, the contract's", _scored),
-    ("the library's log-softmax, then one entry", _library_scored),
-    ("the library's log-softmax of logits divided by the temperature", _scored_by_division),
+    ("the library's log-softmax, then one entry", _log_softmax(_tempered)),
+    (
+        "the library's log-softmax of logits divided by the temperature",
+        _log_softmax(lambda inputs: inputs.x[0].float() / inputs.temperatures[:, None]),
+    ),
     ("logit less the library's log-sum of exponentials", _scored_by_log_sum),
-    ("the logarithm of the library's softmax", _scored_by_log_of_softmax),
-    ("the library's log-softmax of logits rounded to bfloat16", _scored_of_rounded),
-    ("the library's log-softmax in bfloat16", _scored_in_the_activations_format),
-    ("the log-prob at temperature 1", _scored_untempered),
+    (
+        "the logarithm of the library's softmax",
+        lambda inputs: _chosen(_tempered(inputs).softmax(-1), inputs).log(),
+    ),
+    (
+        "the library's log-softmax of logits rounded to bfloat16",
+        _log_softmax(lambda inputs: inputs.x[0].bfloat16().float() * _inverse(inputs)[:, None]),
+    ),
+    (
+        "the library's log-softmax in bfloat16",
+        _log_softmax(lambda inputs: inputs.x[0].bfloat16() * _inverse(inputs)[:, None].bfloat16()),
+    ),
+    (
+        "the log-prob at temperature 1",
+        _log_softmax(lambda inputs: inputs.x[0].float()),
+    ),
 ]
 _NORM: list[Variant] = [
     ("the contract's norm", _normed),
-    ("torch's own mean, scaled by the weight after rounding", _library_normed),
+    (
+        "torch's own mean, scaled by the weight after rounding",
+        lambda inputs: _library_norm(inputs.x[0], inputs),
+    ),
     ("scaled by the weight before rounding", _scaled_before_rounding),
     ("of a sum that was not rounded, scaled by the weight before rounding", _scaled_unrounded_sum),
 ]

@@ -16,13 +16,16 @@ from spmd_rl.microscope.foreign.layout import (
     DTYPES,
     POSITIONS,
     SCORED,
+    SCORED_OPS,
     TOKENS,
     StoredHeader,
     check_metadata,
     check_points,
 )
 from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
+from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.spec import ModelSpec
 
 
@@ -163,3 +166,37 @@ def _require_scored(dump: Dump, case: ReplayCase, starts: Sequence[int]) -> None
                     f"'scored' lacks row {start + position}, which predicts a response token of "
                     f"{case.sequences[number].name} (position {position})",
                 )
+
+
+class DumpPass(ForwardPass):
+    """One side of a comparison whose ops ran in another program.
+
+    Nothing can be patched into it, so the other side takes its values.
+    """
+
+    is_recorded = True
+
+    def __init__(self, dump: Dump, device: torch.device, name: str = "dump") -> None:
+        """`device` is that of the other side."""
+        super().__init__(device, dump.dtype)
+        self.name, self.dump = name, dump
+
+    def run(self, case: ReplayCase, tap: Tap) -> None:
+        for number, start in enumerate(locate_sequences(self.dump, case)):
+            self._show_sequence(case, tap, number, start)
+
+    def _show_sequence(self, case: ReplayCase, tap: Tap, number: int, start: int) -> None:
+        """Show the tap one sequence, which begins at row `start` of the dump."""
+        rows = torch.from_numpy(case.rows(number)).to(self.device)
+        positions = case.scored_positions(number)
+        tap.begin_forward(rows, None, rows[torch.from_numpy(positions).to(self.device)])
+        first = int(np.searchsorted(self.dump.scored, start + positions[0]))
+        scored, all_rows = (first, first + len(positions)), (start, start + len(rows))
+        for point in self.dump.points:
+            x = self.dump.read(point, *(scored if point.op in SCORED_OPS else all_rows))
+            tap.observe(point, as_observed(point, x).to(self.device))
+
+
+def as_observed(point: Point, x: Tensor) -> Tensor:
+    """Return `x` in the shape in which a pass shows it: log-probs are a vector."""
+    return x[:, 0] if point.op == "logprob" else x

@@ -67,8 +67,8 @@ def _sections(data: dict[str, Any]) -> list[str]:
         sections.append(_first_difference(data))
     if data["unequal_logprobs"]:
         sections.append(_logprobs(data))
-    table = _causes_table(data, _first_of_kind(data["findings"]))
-    sections.append(_section("What introduces a difference", "the first of each kind", table))
+    causes = _section("What introduces a difference", "the first of each kind", _causes(data))
+    sections.append(causes)
     growth = _figure("", svg.growth(data["findings"]))
     sections.append(_section("How it spreads", "share of elements that differ", growth))
     return sections
@@ -97,48 +97,25 @@ def _first_difference(data: dict[str, Any]) -> str:
     return _section("Where they part", _name(first), content)
 
 
-def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kinds: dict[str, dict[str, Any]] = {}
-    for finding in findings:
-        if finding["status"] == "introduced":
-            kinds.setdefault(finding["op"], finding)
-    return list(kinds.values())
-
-
-def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
+def _causes(data: dict[str, Any]) -> str:
+    """Return a table of the first finding of each op that introduces a difference."""
     causes = {(finding["layer"], finding["op"]): finding for finding in data["causes"]}
-    num_places = _num_places(data["findings"])
-    rows = []
-    for finding in kinds:
-        cause = causes.get((finding["layer"], finding["op"]))
-        rows.append(
-            [
-                _op_cell(finding, num_places[finding["op"]]),
-                _distance_cell(finding),
-                *_side_cells(cause),
-            ]
-        )
-    return _html_table(
-        ("op", "elements that differ on the same input", data["left"], data["right"]), rows
-    )
-
-
-def _num_places(findings: list[dict[str, Any]]) -> Counter[str]:
-    """Return in how many places each op introduces a difference."""
-    return Counter(finding["op"] for finding in findings if finding["status"] == "introduced")
-
-
-def _op_cell(finding: dict[str, Any], num_places: int) -> str:
-    return (
-        f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
-        f"in {num_places} place{'s' * (num_places > 1)}</small>"
-    )
-
-
-def _distance_cell(finding: dict[str, Any]) -> str:
-    histogram = finding["on_same_input"]
-    counts = histogram["counts"]
-    return f"{sum(counts[1:]):,} of {sum(counts):,}, at most {histogram['largest_ulp']:,} ULP"
+    introduced = [one for one in data["findings"] if one["status"] == "introduced"]
+    num_places = Counter(one["op"] for one in introduced)
+    rows: dict[str, list[str]] = {}
+    for finding in introduced:
+        op, cause = finding["op"], causes.get((finding["layer"], finding["op"]))
+        places = f"{num_places[op]} place{'s' * (num_places[op] > 1)}"
+        found = finding["on_same_input"]
+        counts, largest = found["counts"], found["largest_ulp"]
+        row = [
+            f"{_name(finding)}<br><small>{html.escape(OPS[op])}; in {places}</small>",
+            f"{sum(counts[1:]):,} of {sum(counts):,}, at most {largest:,} ULP",
+            *(_side(cause[side]) if cause else "" for side in ("left", "right")),
+        ]
+        rows.setdefault(op, row)
+    heads = ("op", "elements that differ on the same input", data["left"], data["right"])
+    return _html_table(heads, list(rows.values()))
 
 
 def _logprobs(data: dict[str, Any]) -> str:
@@ -182,10 +159,6 @@ def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="card scroll"><table>{table}</table></div>'
 
 
-def _side_cells(cause: dict[str, Any] | None) -> list[str]:
-    return [_side(cause[side]) if cause else "" for side in ("left", "right")]
-
-
 def _side(side: dict[str, list[str]]) -> str:
     lines = [
         *map(html.escape, side["kernels"]),
@@ -214,7 +187,9 @@ def _list_facts(data: dict[str, Any]) -> dict[str, str]:
         f"{data['compared_rows']:,} rows compared at {data['points']} points",
         "recorded log-probs": data["recorded"]["says"] if data["recorded"] else "",
         **{
-            f"{name_in_sentence(name)} went through": _counts(facts)
+            f"{name_in_sentence(name)} went through": ", ".join(
+                f"{what}: {count:,}" for what, count in facts.items()
+            )
             for name, facts in data["facts"].items()
             if facts
         },
@@ -233,10 +208,6 @@ def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
         for sequence in sequences
     ]
     return _html_table(("sequence", "tokens", "prompt and response"), rows)
-
-
-def _counts(facts: dict[str, int]) -> str:
-    return ", ".join(f"{what}: {count:,}" for what, count in facts.items())
 
 
 def _name(finding: dict[str, Any]) -> str:

@@ -6,15 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from spmd_rl.kernels.rowwise.row_hash import wide_bits
-from spmd_rl.microscope.foreign.dump_pass import as_observed
+from spmd_rl.microscope.diagnose.ulp import rows_differ
+from spmd_rl.microscope.foreign.dump import as_observed
 from spmd_rl.microscope.ranks.part_tap import COLUMNS
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
@@ -38,28 +37,23 @@ class RankShare:
     def differs(self, whole: Tensor) -> Tensor:
         """Return in which of its rows it has something else. Shape: whole [rows, C]; [R] bool."""
         expected = whole[self.rows, self.columns].to(self.values.dtype)
-        return (wide_bits(self.values) != wide_bits(expected)).any(1)
+        return rows_differ(self.values, expected)
 
 
-class RanksPass:
+class RanksPass(ForwardPass):
     """One side of a comparison, which ran on several ranks: nothing can be patched into it.
 
     Where ranks have the same rows, a sequence is shown as the rank has it that parts first.
     """
 
-    rows_are_distinct = True
     is_recorded = True
-    model: Any = None
-    split = 0
 
     def __init__(
         self, name: str, files: Sequence[Path], case: ReplayCase, alone: ForwardPass
     ) -> None:
         """`alone` is the pass of one rank, with which it is compared."""
-        self.name = name
-        self.device, self.dtype = alone.device, alone.dtype
-        self.facts: dict[str, int] = {"ranks": len(files)}
-        self.problems: list[str] = []
+        super().__init__(alone.device, alone.dtype)
+        self.name, self.facts = name, {"ranks": len(files)}
         self.shares: dict[Point, list[RankShare]] = {}
         for rank, file in enumerate(files):
             self._read(rank, file)

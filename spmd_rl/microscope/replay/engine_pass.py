@@ -23,6 +23,7 @@ from torch import Tensor
 from spmd_rl.kernels import TokenAttention, sample_and_score
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.hooks import hook_model
 from spmd_rl.microscope.taps.points import Point
@@ -47,7 +48,7 @@ _FACTS = {  # counts of the engine, and their names in the report
 }
 
 
-class EnginePass:
+class EnginePass(ForwardPass):
     """The engine's side of a comparison.
 
     `wrap_attention` may replace a step's attention, and `sampler` its drawing and scoring.
@@ -55,23 +56,21 @@ class EnginePass:
 
     name = "engine"
     rows_are_distinct = False
-    is_recorded = False
+    model: CausalLM
 
     def __init__(
         self, model: CausalLM, cfg: NativeEngineConfig, experts: ExpertRanks | None = None
     ) -> None:
         """Where ranks share the model or its `experts`, all of them run it with the same case."""
-        self.model, self.experts = model, experts
         parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        super().__init__(parameter.device, parameter.dtype)
+        self.model, self.experts = model, experts
         self.cfg = replace(cfg, dtype=str(self.dtype).removeprefix("torch."))
         self.split = cfg.attention_split
         self.wrap_attention: Callable[[EngineReplay, TokenAttention], TokenAttention] = (
             lambda replay, attend: attend
         )
         self.sampler: Sampler = sample_and_score
-        self.facts: dict[str, int] = {}
-        self.problems: list[str] = []
 
     @torch.inference_mode()
     def run(self, case: ReplayCase, tap: Tap) -> None:

@@ -1,4 +1,4 @@
-"""Forward passes to compare: the protocol, the trainer's pass, and that of `transformers`.
+"""Forward passes to compare: their base, the trainer's pass, and that of `transformers`.
 
 A pass runs every sequence of a case with its tokens given, and a tap observes every op. Another
 engine or trainer is one more class with a `name` and a `run`. Its `run` calls `tap.begin_forward`,
@@ -7,10 +7,12 @@ and then `tap.observe` for the points that it can show.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.train import shared_prefix
 from spmd_rl.train.microbatch import (
+    MicroBatch,
     inverse_temperature,
     lay_out,
     num_micro_batches,
@@ -44,7 +47,7 @@ from spmd_rl.train.microbatch import (
 from spmd_rl.types.batch import Batch
 
 
-class ForwardPass(Protocol):
+class ForwardPass(ABC):
     """One side of a comparison.
 
     `name` is its name in the report. `model` has the weights under Hugging Face's module names, or
@@ -56,15 +59,17 @@ class ForwardPass(Protocol):
     """
 
     name: str
-    rows_are_distinct: bool
-    is_recorded: bool
-    model: Any
-    device: torch.device
-    dtype: torch.dtype
-    split: int
-    facts: dict[str, int]
-    problems: list[str]
+    rows_are_distinct = True
+    is_recorded = False
+    model: Any = None
+    split = 0
 
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.facts: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    @abstractmethod
     def run(self, case: ReplayCase, tap: Tap) -> None: ...
 
 
@@ -103,16 +108,50 @@ def load_model(
     return model
 
 
-class TrainerPass:
-    """The forward pass of a training step over packed micro-batches, without sharding.
+class MicroBatchPass(ForwardPass):
+    """A trainer's forward pass over packed micro-batches."""
+
+    name = "trainer"
+
+    def __init__(
+        self,
+        num_layers: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_tokens: int,
+        share_prompts: bool,
+    ) -> None:
+        """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
+        super().__init__(device, dtype)
+        self.num_layers = num_layers
+        self.max_tokens, self.share_prompts = max_tokens, share_prompts
+        self.rows_are_distinct = device.type != "cpu" or not share_prompts
+
+    @abstractmethod
+    def hooked(self, observe: Observe) -> AbstractContextManager[None]:
+        """While it is open, every op passes `observe`."""
+
+    @abstractmethod
+    def score(self, micro: MicroBatch) -> Tensor:
+        """Return the log-probs of the response tokens."""
+
+    def run(self, case: ReplayCase, tap: Tap) -> None:
+        parts = micro_batches_of(case, self.max_tokens, self.share_prompts)
+        self.facts = {"micro-batches": len(parts)}
+        with self.hooked(tap.observe):
+            for part in parts:
+                begin_micro_batch(case, tap, part, self.device)
+                logprobs = self.score(lay_out(part, self.device))
+                tap.observe(Point(self.num_layers, "logprob"), logprobs)
+
+
+class TrainerPass(MicroBatchPass):
+    """The forward pass of a training step, without sharding.
 
     Gradients are enabled, so rows are padded and every op is the one that a backward pass could
     follow. No weight asks for a gradient, so nothing is kept for it. Recomputing layers changes
     nothing here; recomputing the head makes it another op.
     """
-
-    name = "trainer"
-    is_recorded = False
 
     def __init__(
         self,
@@ -124,27 +163,18 @@ class TrainerPass:
         recompute: str = "none",
         share_prompts: bool = True,
     ) -> None:
-        """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
-        self.model = model
         parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self.share_prompts = share_prompts
-        self.rows_are_distinct = self.device.type != "cpu" or not share_prompts
-        self.split = attention_split
-        self.facts: dict[str, int] = {}
-        self.problems: list[str] = []
+        layers, device = model.spec.num_layers, parameter.device
+        super().__init__(layers, device, parameter.dtype, max_tokens, share_prompts)
+        self.model, self.split = model, attention_split
         self.scorer = Scorer(model, logit_rows, recompute == "all", attention_split)
-        self.max_tokens = max_tokens
+
+    def hooked(self, observe: Observe) -> AbstractContextManager[None]:
+        return hook_model(self.model, observe)
 
     @torch.enable_grad()
-    def run(self, case: ReplayCase, tap: Tap) -> None:
-        parts = micro_batches_of(case, self.max_tokens, self.share_prompts)
-        self.facts = {"micro-batches": len(parts)}
-        with hook_model(self.model, tap.observe):
-            for part in parts:
-                begin_micro_batch(case, tap, part, self.device)
-                logprobs = self.scorer(lay_out(part, self.device)).logprobs
-                tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
+    def score(self, micro: MicroBatch) -> Tensor:
+        return self.scorer(micro).logprobs
 
 
 def micro_batches_of(case: ReplayCase, max_tokens: int, share_prompts: bool) -> list[Batch]:
@@ -196,20 +226,14 @@ def _response_mask(case: ReplayCase) -> NDArray[np.bool_]:
     return np.repeat(np.tile([False, True], len(sizes)), sizes.reshape(-1))
 
 
-class ReferencePass:
+class ReferencePass(ForwardPass):
     """`transformers`: one sequence after the other, without padding and without a cache."""
 
     name = "transformers"
-    split = 0
-    rows_are_distinct = True
-    is_recorded = False
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(device, dtype)
         self.model, self.spec = reference_model(folder, dtype, device), read_spec(folder)
-        self.device, self.dtype = device, dtype
-        self.num_layers = len(self.model.model.layers)
-        self.facts: dict[str, int] = {}
-        self.problems: list[str] = []
 
     @torch.no_grad()
     def run(self, case: ReplayCase, tap: Tap) -> None:
@@ -230,9 +254,9 @@ class ReferencePass:
         arrays = case.rows(number), case.scored_positions(number), sequence.tokens
         rows, scored, tokens = (torch.from_numpy(array).to(self.device) for array in arrays)
         tap.begin_forward(rows, None, rows[scored])
-        logits = tap.observe(Point(self.num_layers, "logits"), self._logits(tokens, scored))
+        logits = tap.observe(Point(self.spec.num_layers, "logits"), self._logits(tokens, scored))
         logprobs = _score(logits, tokens[scored + 1], sequence.temperature)
-        tap.observe(Point(self.num_layers, "logprob"), logprobs)
+        tap.observe(Point(self.spec.num_layers, "logprob"), logprobs)
 
     def _logits(self, tokens: Tensor, scored: Tensor) -> Tensor:
         out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=scored)

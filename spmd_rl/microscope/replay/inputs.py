@@ -59,14 +59,10 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 def mismatched_tokens(run: Path) -> dict[int, int]:
     """Return the mismatched tokens that the run counted, by step."""
-    counts = {
-        row["step"]: row.get("onpolicy/mismatched_tokens")
-        for row in read_metrics(run / "metrics.jsonl")
-    }
     return {
-        step: int(count)
-        for step, count in counts.items()
-        if isinstance(count, (int, float)) and count
+        row["step"]: int(count)
+        for row in read_metrics(run / "metrics.jsonl")
+        if isinstance(count := row.get("onpolicy/mismatched_tokens"), (int, float)) and count
     }
 
 
@@ -116,30 +112,26 @@ def case_of_samples(
     if sampling.replays:
         # they are those over kept sets, and a replay scores over the whole vocabulary
         samples = [replace(sample, logprobs=None) for sample in samples]
-    sequences = [_recorded_sequence(sample, sampling, seed) for sample in samples]
+    sequences = [
+        ReplaySequence(
+            sample.name,
+            sample.prompt_tokens,
+            sample.tokens,
+            sampling,
+            (sample.prompt_uid, sample.index),
+            sample.prompt,
+            sample.logprobs,
+            seed,
+        )
+        for sample in samples
+    ]
     return checked_case(sequences, read_spec(model), tokenizer)
 
 
 def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
     """Return what draws a token in a run; when a sample ends is known from the sample."""
-    drawn = {key: settings.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
-    drawn["replay_filters"] = settings.get("replay_filters", False)
-    return SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
-
-
-def _recorded_sequence(
-    sample: RecordedSample, sampling: SamplingConfig, seed: int
-) -> ReplaySequence:
-    return ReplaySequence(
-        sample.name,
-        sample.prompt_tokens,
-        sample.tokens,
-        sampling,
-        (sample.prompt_uid, sample.index),
-        sample.prompt,
-        sample.logprobs,
-        seed,
-    )
+    keys = ("temperature", "top_p", "top_k", "min_p", "replay_filters")
+    return SamplingConfig(**{key: settings[key] for key in keys if settings.get(key) is not None})
 
 
 def case_of_prompts(texts: Sequence[str], model: Path) -> ReplayCase:

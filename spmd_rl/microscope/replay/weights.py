@@ -85,7 +85,7 @@ def _merged(
 
 
 def _lora_of(folder: Path, merged_push: bool) -> LoraConfig:
-    config = Fields(str(folder / ADAPTER), read_object(folder / ADAPTER))
+    config = _adapter_config(folder)
     targets = config.value("target_modules")
     return LoraConfig(
         config.count("r"),
@@ -102,8 +102,11 @@ def _holds_adapters(folder: Path) -> bool:
 
 def _base_of(folder: Path) -> Path:
     """Return the folder of the base that the adapters in `folder` name."""
-    config = Fields(str(folder / ADAPTER), read_object(folder / ADAPTER))
-    return Path(str(config.value("base_model_name_or_path")))
+    return Path(str(_adapter_config(folder).value("base_model_name_or_path")))
+
+
+def _adapter_config(folder: Path) -> Fields:
+    return Fields(str(folder / ADAPTER), read_object(folder / ADAPTER))
 
 
 def final_weights(run: Path) -> ReplayWeights:

@@ -150,7 +150,7 @@ def hook_modules(model: Any, spec: ModelSpec, observe: Observe) -> Iterator[None
     """Hook the points at module boundaries of a decoder with Hugging Face's module names."""
     layers = model.model.layers
     with ExitStack() as stack:
-        embed = _input_hook(observe, Point(BEFORE, "embed"))
+        embed = input_hook(observe, Point(BEFORE, "embed"))
         stack.callback(layers[0].register_forward_pre_hook(embed, with_kwargs=True).remove)
         for number, layer in enumerate(layers):
             _hook_layer(layer, spec.blocks[number], number, observe, stack)
@@ -169,12 +169,14 @@ def _hook_layer(
         if (module := modules.get(one.output_of) if one.output_of else None) is not None:
             stack.callback(module.register_forward_hook(_output_hook(observe, point)).remove)
         if one.input_of:
-            input_hook = _input_hook(observe, point)
+            hook = input_hook(observe, point)
             module = modules[one.input_of]
-            stack.callback(module.register_forward_pre_hook(input_hook, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-def _input_hook(observe: Observe, point: Point) -> Callable[..., tuple[Any, Any]]:
+def input_hook(observe: Observe, point: Point) -> Callable[..., tuple[Any, Any]]:
+    """Return a hook that observes the hidden states that a module is given."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
             return (observe(point, args[0]), *args[1:]), kwargs

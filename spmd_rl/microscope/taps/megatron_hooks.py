@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.microscope.taps.hooks import Observe, hooked_attention
+from spmd_rl.microscope.taps.hooks import Observe, hooked_attention, input_hook
 from spmd_rl.microscope.taps.points import BEFORE, Point
 from spmd_rl.model.families.megatron_layers import INPUT_POINTS, OUTPUT_POINTS
 from spmd_rl.train.megatron.attention import LocalNorm
@@ -28,7 +28,7 @@ def hook_megatron(backend: Megatron, observe: Observe) -> Iterator[None]:
     decoder = chunk.module.decoder
     last = len(decoder.layers)
     with ExitStack() as stack:
-        embed = _input_hook(observe, Point(BEFORE, "embed"))
+        embed = input_hook(_of_rows(observe), Point(BEFORE, "embed"))
         stack.callback(decoder.layers[0].register_forward_pre_hook(embed, with_kwargs=True).remove)
         for number, layer in enumerate(decoder.layers):
             _hook_layer(dict(layer.named_modules()), number, observe, stack)
@@ -59,37 +59,29 @@ def _hook_layer(
         output_hook = _output_hook(observe, [Point(number, op) for op in ops])
         stack.callback(modules[name].register_forward_hook(output_hook).remove)
     for name, op in INPUT_POINTS.items():
-        input_hook = _input_hook(observe, Point(number, op))
-        stack.callback(modules[name].register_forward_pre_hook(input_hook, with_kwargs=True).remove)
+        hook = input_hook(_of_rows(observe), Point(number, op))
+        stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
     attention = modules["self_attention.core_attention"]
     attention_hook = _attention_hook(observe)
     stack.callback(attention.register_forward_pre_hook(attention_hook, with_kwargs=True).remove)
 
 
-def _observed(observe: Observe, point: Point, x: Tensor) -> Tensor:
-    """Observe an activation [T, 1, C], as its rows."""
-    return observe(point, x.flatten(0, 1)).view_as(x)
-
-
-def _input_hook(observe: Observe, point: Point) -> Callable[..., tuple[Any, Any]]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (_observed(observe, point, args[0]), *args[1:]), kwargs
-        hidden = _observed(observe, point, kwargs["hidden_states"])
-        return args, kwargs | {"hidden_states": hidden}
-
-    return hook
+def _of_rows(observe: Observe) -> Observe:
+    """Return what observes an activation [T, 1, C] as its rows."""
+    return lambda point, x: observe(point, x.flatten(0, 1)).view_as(x)
 
 
 def _output_hook(observe: Observe, points: list[Point]) -> Callable[..., Any]:
     """Return a hook on a norm, or on a layer, whose output may hold several projections."""
 
+    of_rows = _of_rows(observe)
+
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
-            return _observed(observe, points[0], output)
+            return of_rows(points[0], output)
         if isinstance(module, LocalNorm):  # of a sum, which it returns too
             normed, summed = output
-            return _observed(observe, points[0], normed), summed
+            return of_rows(points[0], normed), summed
         assert isinstance(module, LocalLinear)
         out, bias = output
         parts = zip(points, module.split(out.flatten(0, 1)), strict=True)

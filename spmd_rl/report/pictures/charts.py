@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.report.panels import LEVEL, PANEL_OF_METRIC, PANELS, Line, Panel
+from spmd_rl.report.panels import LEVEL, PANEL_OF_METRIC, PANELS, TABLES, Line, Panel
 from spmd_rl.report.pictures.colours import LINES
 from spmd_rl.report.verdicts.main_scores import main_score
 
@@ -24,19 +24,7 @@ PART = "reward/"  # prefix of the parts of a reward
 OTHER_TIME = "time/other"  # the time of a step outside all phases, which no column has
 STEP_TIME = "time/step"
 _NOT_DRAWN = re.compile(r"pass@1|.*_error")  # the first is avg@n under another name
-_SCORES = {
-    "reward": "mean reward",
-    "loss": "loss of a token",
-    "perplexity": "perplexity",
-    "token_accuracy": "share of tokens found likeliest",
-    "accuracy": "share of pairs ranked as labelled",
-    "margin": "reward of chosen minus rejected answers",
-    "truncated": "truncated responses",
-    "response_tokens_mean": "response length",
-    "failed_samples": "failed samples",
-}
-_UNITS = {"loss": "nats", "response_tokens_mean": "tokens", "failed_samples": "samples"}
-_SHARES = {"accuracy", "token_accuracy", "truncated"}
+_SCORES = TABLES["scores"]
 
 
 def charts(runs: Sequence[Run]) -> dict[str, Any]:
@@ -123,15 +111,10 @@ def _rank(metric: str) -> int:
 
 
 def _score_panel(score: str, lines: Sequence[Line]) -> Panel:
-    coloured = [Line(*line[:2], LINES[i]) for i, line in enumerate(lines)]
-    is_share = score in _SHARES or score == "reward" or score.startswith(("pass@", "avg@"))
-    return Panel(
-        f"Evaluation: {_SCORES.get(score, score)}",
-        tuple(coloured),
-        unit=_UNITS.get(score, ""),
-        from_zero=score != "margin",
-        share=is_share,
-    )
+    coloured = tuple(Line(*line[:2], LINES[i]) for i, line in enumerate(lines))
+    is_share = score.startswith(("pass@", "avg@"))
+    known = _SCORES.get(score, {"title": f"Evaluation: {score}", "share": is_share})
+    return Panel(lines=coloured, **known)
 
 
 def _panels_of_many(runs: Sequence[Run]) -> Iterator[tuple[Panel, str]]:

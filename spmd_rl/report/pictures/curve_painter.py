@@ -1,4 +1,9 @@
-"""Background drawing of picture and page, at so low a priority that no step waits for it."""
+"""Background drawing of picture and page, at so low a priority that no step waits for it.
+
+    python -m spmd_rl.report.pictures.curve_painter metrics.jsonl curves.png TITLE
+
+draws `curves.png`, and writes `report.html` of the folder of `metrics.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from spmd_rl.observe.metrics_log import read_metrics
+from spmd_rl.report import write_report
 from spmd_rl.report.pictures.curves import Rows, draw
 
 LOWEST_PRIORITY = 19  # niceness
@@ -37,7 +44,7 @@ class CurvePainter:
         if not is_drawing and (now_s := self._clock()) >= self._next_s:
             self._next_s = now_s + LEAST_S
             arguments = [str(self._metrics), str(self._path), self._title]
-            command = [sys.executable, "-m", "spmd_rl.report.redraw", *arguments]
+            command = [sys.executable, "-m", "spmd_rl.report.pictures.curve_painter", *arguments]
             null = subprocess.DEVNULL  # errors are reported when `finish` draws again
             self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
@@ -51,3 +58,13 @@ class CurvePainter:
                 for part in self._path.parent.glob(f"{name}.*.part"):
                     part.unlink()  # it was killed while it wrote
         draw(rows, self._path, self._title)
+
+
+def redraw(metrics: Path, picture: Path, title: str) -> None:
+    """Draw the picture, then write the page."""
+    draw(read_metrics(metrics), picture, title)
+    write_report([metrics.parent], goes_on=True)
+
+
+if __name__ == "__main__":
+    redraw(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -61,10 +61,7 @@ def picture(rows: Rows, title: str) -> Any:
 
 
 def _draw_chart(axes: Any, chart: Chart, reduced: dict[str, Any]) -> None:
-    axes.set_title(chart["title"], loc="left", fontsize=10)
-    axes.set_ylabel(chart["unit"], fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
+    _label(axes, chart["title"], chart["unit"])
     draw_lines = _draw_stack if chart["stacked"] else _draw_lines
     _set_scale(axes, chart, draw_lines(axes, chart, reduced))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -72,6 +69,13 @@ def _draw_chart(axes: Any, chart: Chart, reduced: dict[str, Any]) -> None:
         longest = max(len(line["label"]) for line in chart["lines"])
         ncols = max(1, MAX_LABEL // (4 + longest))
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=ncols, fontsize=8)
+
+
+def _label(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
 
 
 def _draw_stack(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
@@ -86,14 +90,16 @@ def _draw_stack(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
 
 def _draw_lines(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
     """Draw the lines with their bands, and return all their values."""
-    steps, means = np.array(reduced["last"]), []
-    for line in chart["lines"]:
-        values, code = _values(reduced["columns"], line["metric"]), CODES[line["colour"]]
-        known, label = np.isfinite(values), textwrap.fill(line["label"], MAX_LABEL)
-        axes.plot(steps[known], values[known], ".-", color=code, label=label, markersize=3)
-        _draw_band(axes, steps, reduced["columns"][line["metric"]], code)
-        means.append(values)
-    return np.concatenate(means)
+    return np.concatenate([_draw_line(axes, line, reduced) for line in chart["lines"]])
+
+
+def _draw_line(axes: Any, line: dict[str, Any], reduced: dict[str, Any]) -> Values:
+    steps, values = np.array(reduced["last"]), _values(reduced["columns"], line["metric"])
+    known, code = np.isfinite(values), CODES[line["colour"]]
+    label = textwrap.fill(line["label"], MAX_LABEL)
+    axes.plot(steps[known], values[known], ".-", color=code, label=label, markersize=3)
+    _draw_band(axes, steps, reduced["columns"][line["metric"]], code)
+    return values
 
 
 def _draw_band(axes: Any, steps: NDArray[Any], column: dict[str, Any], code: str) -> None:

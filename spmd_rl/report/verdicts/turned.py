@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+from spmd_rl.observe.jsonl import numbered_lines
 from spmd_rl.report.prompt_names import user_text
+from spmd_rl.report.samples import sample_row
 
 MAX_EXAMPLES = 5  # of each set and direction
 MAX_CHARACTERS = 300  # of a text that the page shows
@@ -80,11 +80,7 @@ def _read(path: Path) -> dict[int, list[_GradedSample]]:
     """Return the samples that did not fail, by prompt."""
     found: dict[int, list[_GradedSample]] = defaultdict(list)
     for number, line in numbered_lines(path):
-        where = f"{path}:{number}"
-        try:
-            row = msgspec.convert(parse_finite_json(where, line), _GradedSample)
-        except msgspec.ValidationError as error:
-            raise DataError(where, f"not a sample: {error}") from error
+        row = sample_row(f"{path}:{number}", line, _GradedSample)
         if row.reward is not None:
             found[row.prompt_uid].append(row)
     return found

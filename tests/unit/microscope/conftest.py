@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, traced
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
-from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
+from spmd_rl.microscope.replay.forward_pass import (
+    ForwardPass,
+    ReferencePass,
+    TrainerPass,
+    load_model,
+)
+from spmd_rl.microscope.taps.taps import ProfilerTap
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -73,3 +80,15 @@ def trainer(folder: Path) -> TrainerPass:
 @pytest.fixture(scope="session")
 def reference(folder: Path) -> ReferencePass:
     return ReferencePass(folder, torch.float32, CPU)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the names of kernels, for which a profiler takes most of an examination's time."""
+
+    def without_profile(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
+        tap = ProfilerTap(case.num_rows)
+        forward_pass.run(case, tap)
+        return traced(tap, {})
+
+    monkeypatch.setattr("spmd_rl.microscope.examine.kernels_of", without_profile)

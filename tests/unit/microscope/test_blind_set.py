@@ -231,7 +231,7 @@ NAMED = {
 
 
 @pytest.fixture(autouse=True)
-def _ops() -> Iterator[None]:
+def _ops(no_kernels: None) -> Iterator[None]:
     known = dict(points.OPS)
     yield
     points.set_ops(known)

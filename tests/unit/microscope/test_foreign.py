@@ -23,8 +23,7 @@ from examples.hidden_states import write_with_transformers
 from spmd_rl.cli import main
 from spmd_rl.errors import ConfigError, DataError, DeadlineError, SpmdError
 from spmd_rl.microscope.examine import ReplaySetup, examine
-from spmd_rl.microscope.foreign.dump import Dump, locate_sequences
-from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.foreign.dump import Dump, DumpPass, locate_sequences
 from spmd_rl.microscope.foreign.inputs_file import write_inputs
 from spmd_rl.microscope.foreign.layout import point_of, tensor_name
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence

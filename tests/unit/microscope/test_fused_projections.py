@@ -21,6 +21,7 @@ from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.fused_projections import FusedProjections
 
+pytestmark = pytest.mark.usefixtures("no_kernels")
 MIDDLE = 1  # of three layers
 CHAIN, HALVES = "the contract's product", "K summed in 2 parts"
 SILU = "float32 inside with one rounding, the contract's"

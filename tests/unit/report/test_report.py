@@ -21,7 +21,7 @@ from spmd_rl.report.command import main
 from spmd_rl.report.page import as_json
 from spmd_rl.report.panels import PANEL_OF_METRIC, PHASES
 from spmd_rl.report.pictures import colours, curves, time_axes
-from spmd_rl.report.redraw import main as redraw
+from spmd_rl.report.pictures.curve_painter import redraw
 from spmd_rl.report.settings import differences
 from spmd_rl.report.verdicts.comparison import as_number
 from tests.unit.report.synthetic import HOSTILE, make_run
