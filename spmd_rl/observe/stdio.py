@@ -11,14 +11,18 @@ from typing import Any, TextIO, cast
 from spmd_rl.errors import printable
 
 
-class FailsafeStream:
-    """A standard stream whose writes never raise: after an error, all output is discarded."""
+class _Stream:
+    """A stream that is another one but for some methods."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class FailsafeStream(_Stream):
+    """A standard stream whose writes never raise: after an error, all output is discarded."""
 
     def write(self, text: str) -> int:
         with self._discarding_on_error():
@@ -43,14 +47,8 @@ class FailsafeStream:
             )
 
 
-class PrintableStream:
+class PrintableStream(_Stream):
     """A stream to which control characters are written as escapes (`errors.printable`)."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         self._stream.write(printable(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, variance
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ def mean_of(rows: Sequence[Row], name: str) -> Mean:
     values = [float(row[name]) for row in rows]
     within = [row.get(ERROR_OF_STEP.get(name, "")) for row in rows]
     if all(map(is_number, within)):
-        error = math.sqrt(sum(one * one for one in within if one)) / len(rows)
+        error = math.hypot(*map(float, within)) / len(rows)
     elif len(values) > 1:
         error = math.sqrt(variance(values) / len(values))
     else:
@@ -96,9 +96,5 @@ def evaluation_mean(row: Row, name: str) -> Mean:
     sets = [key for key in row if key.startswith("eval/") and key.endswith(f"/{score}")]
     errors = [row.get(f"{key}_error") for key in sets if key != name]
     if name == f"eval/{score}" and errors and all(map(is_number, errors)):
-        return Mean(float(row[name]), _root_of_squares(errors) / len(errors))
+        return Mean(float(row[name]), math.hypot(*map(float, errors)) / len(errors))
     return Mean(float(row[name]), math.nan)
-
-
-def _root_of_squares(errors: Iterable[Any]) -> float:
-    return math.sqrt(sum(float(error) ** 2 for error in errors))

@@ -89,15 +89,21 @@ def _draw_stack(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
 
 
 def _draw_lines(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
-    """Draw the lines with their bands, and return all their values."""
-    return np.concatenate([_draw_line(axes, line, reduced) for line in chart["lines"]])
+    """Draw the lines with their bands, and return all their values.
+
+    A later line is thinner, so that an equal one is seen behind it.
+    """
+    widths = range(len(chart["lines"]), 0, -1)
+    drawn = zip(chart["lines"], widths, strict=True)
+    return np.concatenate([_draw_line(axes, line, width, reduced) for line, width in drawn])
 
 
-def _draw_line(axes: Any, line: dict[str, Any], reduced: dict[str, Any]) -> Values:
+def _draw_line(axes: Any, line: dict[str, Any], width: int, reduced: dict[str, Any]) -> Values:
     steps, values = np.array(reduced["last"]), _values(reduced["columns"], line["metric"])
     known, code = np.isfinite(values), CODES[line["colour"]]
     label = textwrap.fill(line["label"], MAX_LABEL)
-    axes.plot(steps[known], values[known], ".-", color=code, label=label, markersize=3)
+    style = {"color": code, "linewidth": 0.5 + 0.7 * width, "markersize": 3}
+    axes.plot(steps[known], values[known], ".-", label=label, **style)
     _draw_band(axes, steps, reduced["columns"][line["metric"]], code)
     return values
 
@@ -130,7 +136,7 @@ def _set_scale(axes: Any, chart: Chart, values: Values) -> None:
         axes.set_yscale("log")
         return
     if chart["from_zero"] and values.min() >= 0:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * (axes.dataLim.y1 or 1))
     if not chart["whole"] and 0 < 2 * usual < most:
         axes.set_ylim(top=1.1 * usual)
         slowest = f"{most:,.0f}" if most >= 100 else f"{most:.3g}"

@@ -7,10 +7,11 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from spmd_rl.report.means import Mean
+
 FIRST_STEPS = 3  # steps without any difference in reward at the start of a run that give a warning
 FLAT_STEPS = 20  # the same, in a row, later in the run
 MOVING_STEPS = 50  # the steps whose two halves are compared
-MIN_STANDARD_ERRORS = 2.0  # by which the means of the halves must differ
 SOLVED_REWARD = 0.9  # mean from which a run whose rewards are from 0 to 1 has solved its prompts
 PAGE = "docs/hyperparameters.md"
 
@@ -79,9 +80,11 @@ class RewardWarnings:
 def moved(rewards: Sequence[float]) -> bool:
     """Whether the means of the two halves differ by more than their noise."""
     half = len(rewards) // 2
-    before, after = rewards[:half], rewards[half:]
-    error = (variance(before) / len(before) + variance(after) / len(after)) ** 0.5
-    return abs(fmean(after) - fmean(before)) > MIN_STANDARD_ERRORS * error
+    before, after = (
+        Mean(fmean(part), (variance(part) / len(part)) ** 0.5)
+        for part in (rewards[:half], rewards[half:])
+    )
+    return after.differs(before)
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:

@@ -101,7 +101,10 @@ def test_preferences_have_their_accuracy_and_the_rewards_of_both_answers() -> No
     drawn = charts(rows)
     assert list(drawn) == ["Pairs ranked as labelled", "Rewards of pairs", "Loss"]
     assert named_in(drawn["Rewards of pairs"]) == ["margin", "chosen", "rejected"]
-    assert len({line.get_color() for line in drawn["Rewards of pairs"].lines}) == 3
+    lines = drawn["Rewards of pairs"].lines
+    assert len({line.get_color() for line in lines}) == 3
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(set(widths), reverse=True), "an equal line is seen behind a later one"
 
 
 def test_what_a_reward_returns_beside_it_has_a_chart_and_a_picture_an_end() -> None:
