@@ -40,7 +40,7 @@ from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promis
 from spmd_rl.microscope.diagnose.compare import unequal_rows
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
-from spmd_rl.microscope.replay.inputs import case_of_run, run_settings
+from spmd_rl.microscope.replay.inputs import case_of_samples, find_samples, run_settings
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -147,7 +147,8 @@ def one_of_each_prompt(run: Path) -> list[str]:
 
 
 def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
-    case = case_of_run(run, model, run_settings(run), one_of_each_prompt(run))
+    samples = find_samples(run, one_of_each_prompt(run))
+    case = case_of_samples(samples, model, run_settings(run))
     tables = HashTap(case.num_rows), HashTap(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
     cfg = NativeEngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)

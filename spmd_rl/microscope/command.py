@@ -119,7 +119,7 @@ def _load(
     if run is not None and not options.prompts:
         samples = _find_samples(options, run)
         if weights is None and options.step is not None:
-            versions = _versions_of(samples)
+            versions = frozenset().union(*(sample.versions for sample in samples))
             weights = sampling_weights(run, versions, settings, temporary / "model")
     weights = (weights or final_weights(run or Path())).on_base(trainer, temporary)
     if samples:
@@ -141,11 +141,6 @@ def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
 def _find_samples(options: argparse.Namespace, run: Path) -> list[RecordedSample]:
     names = [name.strip() for name in options.samples.split(",")]
     return inputs.find_samples(run, list(filter(None, names)), options.step)
-
-
-def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
-    """Return the versions of the weights that drew the samples' tokens."""
-    return frozenset().union(*(sample.versions for sample in samples))
 
 
 def _setup(

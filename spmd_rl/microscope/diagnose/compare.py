@@ -149,12 +149,13 @@ def _compare_values(
     patched: ForwardPass,
 ) -> Comparison:
     """Return the comparison with what values tell: NaN, and which op introduces a difference."""
-    values = _run_for_values(left, case), _run_for_values(right, case)
+    values = left.values(case), right.values(case)
     nan_problems = _nan_problems((left.name, right.name), values)
     problems = (*by_hashes.problems, *nan_problems)
     if not by_hashes.unequal_points:
         return replace(by_hashes, problems=problems)
-    evidence = _patch(patched, case, other=values[1] if patched is left else values[0])
+    other = values[1] if patched is left else values[0]
+    evidence = PatchEvidence(patched.values(case, PatchTap(other)), other)
     results = tuple(_result(point, *values, evidence) for point in by_hashes.points)
     flip = first_flip(*values, by_hashes.points)
     return replace(by_hashes, results=results, evidence=evidence, problems=problems, flip=flip)
@@ -175,20 +176,6 @@ def _compare_hashes(
         unequal_points=tuple((point, len(rows[point])) for point in points if len(rows[point])),
         logprobs=_logprobs(left, right, points),
     )
-
-
-def _run_for_values(forward_pass: ForwardPass, case: ReplayCase) -> ValueTap:
-    values = ValueTap(case.num_rows)
-    forward_pass.run(case, values)
-    values.move_to_host()
-    return values
-
-
-def _patch(patched: ForwardPass, case: ReplayCase, other: ValueTap) -> PatchEvidence:
-    tap = PatchTap(other)
-    patched.run(case, tap)
-    tap.move_to_host()
-    return PatchEvidence(tap, other)
 
 
 def _choose_patched(left: ForwardPass, right: ForwardPass) -> ForwardPass:

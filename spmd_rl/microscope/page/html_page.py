@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Any
 from spmd_rl.microscope.diagnose.compare import name_in_sentence
 from spmd_rl.microscope.page import svg
 from spmd_rl.microscope.taps.points import OPS, Point
+from spmd_rl.report.page import policy_hash
 
 MAX_TOKENS = 24  # in a table
 _PAGE = """<!doctype html>
@@ -37,12 +36,11 @@ _PAGE = """<!doctype html>
 def render(data: dict[str, Any]) -> str:
     """Return the page of `report_data.as_data`."""
     style = _style()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     title = f"{data['left']} against {data['right']}"
     body = "\n".join(
         [_head(data, title), *(_sections(data) if data["findings"] else ()), _facts(data)]
     )
-    return _PAGE.format(hash=f"sha256-{digest}", title=html.escape(title), style=style, body=body)
+    return _PAGE.format(hash=policy_hash(style), title=html.escape(title), style=style, body=body)
 
 
 def _style() -> str:

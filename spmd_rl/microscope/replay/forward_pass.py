@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.hooks import Observe, hook_model, hook_modules
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Tap
+from spmd_rl.microscope.taps.taps import Tap, ValueTap
 from spmd_rl.model.formats import WeightFormat
 from spmd_rl.model.formats.coded_cache import Exponents
 from spmd_rl.model.formats.coded_tensors import hold_codes
@@ -71,6 +71,13 @@ class ForwardPass(ABC):
 
     @abstractmethod
     def run(self, case: ReplayCase, tap: Tap) -> None: ...
+
+    def values(self, case: ReplayCase, tap: ValueTap | None = None) -> ValueTap:
+        """Return the values of a run in host memory, as the tap keeps them."""
+        tap = tap or ValueTap(case.num_rows)
+        self.run(case, tap)
+        tap.move_to_host()
+        return tap
 
 
 def load_model(

@@ -95,13 +95,6 @@ def find_samples(
     return _first_of_each(rows)[:DEFAULT_SAMPLES]
 
 
-def case_of_run(
-    run: Path, model: Path, settings: dict[str, Any], wanted: Sequence[str]
-) -> ReplayCase:
-    """Return the case of the samples that `find_samples` finds."""
-    return case_of_samples(find_samples(run, wanted), model, settings)
-
-
 def case_of_samples(
     samples: Sequence[RecordedSample], model: Path, settings: dict[str, Any]
 ) -> ReplayCase:

@@ -36,9 +36,9 @@ def render(data: dict[str, Any]) -> str:
     parts = {
         "title": html.escape(data["title"]),
         "style": style,
-        "style_hash": _hash(style),
+        "style_hash": policy_hash(style),
         "script": script,
-        "script_hash": _hash(script),
+        "script_hash": policy_hash(script),
         "data": as_json(data),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _text("page.html"))
@@ -54,7 +54,7 @@ def _script() -> str:
     return '"use strict";\n(() => {\n' + "\n".join(map(_text, _SCRIPTS)) + "})();\n"
 
 
-def _hash(content: str) -> str:
+def policy_hash(content: str) -> str:
     """Return the hash by which a content security policy allows `content`."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 

@@ -24,7 +24,7 @@ from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
-from spmd_rl.microscope.replay.inputs import case_of_run, find_samples, mismatched_tokens
+from spmd_rl.microscope.replay.inputs import case_of_samples, find_samples, mismatched_tokens
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import random_weights, read_weights, save_folder
@@ -447,7 +447,8 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
     trained = load_model(folder, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         trained.model.norm.weight.mul_(1.1)
-    case = case_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
+    settings = tomllib.loads((run / "config.toml").read_text())
+    case = case_of_samples(find_samples(run), folder, settings)
     hashes = HashTap(case.num_rows)
     EnginePass(trained, NativeEngineConfig(page_size=4)).run(case, hashes)
     assert hashes.logprobs is not None

@@ -71,6 +71,9 @@ def test_the_title_is_the_name_with_the_count_of_mismatched_tokens() -> None:
     )
     assert title_of(supervised()) == "demo · no tokens compared"
     assert title_of([{"step": 1, "train/loss": 1.0}]) == "demo"
+    some = rows_of(2, onpolicy__mismatched_tokens=3)
+    some[0]["onpolicy/compared_tokens"] = 0
+    assert title_of(some) == "demo · 3 of 5,120 tokens mismatched", "of the step that compared any"
     old = [{"step": 1, "train/loss": 1.0, "onpolicy/mismatched_tokens": 3}]
     assert title_of(old) == "demo · 3 tokens mismatched", "of a run that did not count the others"
 
