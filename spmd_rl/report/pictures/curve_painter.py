@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report import write_report
-from spmd_rl.report.pictures.curves import Rows, draw
+from spmd_rl.report.pictures.curves import draw
+from spmd_rl.report.series import Row
 
 LOWEST_PRIORITY = 19  # niceness
 LEAST_S = 10.0  # between two drawings, each of which takes a processor for a second or two
@@ -49,7 +50,7 @@ class CurvePainter:
             self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
 
-    def finish(self, rows: Rows) -> None:
+    def finish(self, rows: Sequence[Row]) -> None:
         """Draw `rows`, the final metrics. Blocks: until that is done, about a second."""
         if self._process is not None:
             self._process.kill()
