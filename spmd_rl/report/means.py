@@ -69,9 +69,9 @@ def mean_of(rows: Sequence[Row], name: str) -> Mean:
     spread between the steps, of which there must be two.
     """
     values = [float(row[name]) for row in rows]
-    within = [row.get(ERROR_OF_STEP.get(name, "")) for row in rows]
+    within: list[Any] = [row.get(ERROR_OF_STEP.get(name, "")) for row in rows]
     if all(map(is_number, within)):
-        error = math.hypot(*map(float, within)) / len(rows)
+        error = math.hypot(*within) / len(rows)
     elif len(values) > 1:
         error = math.sqrt(variance(values) / len(values))
     else:
@@ -94,7 +94,7 @@ def evaluation_mean(row: Row, name: str) -> Mean:
         return Mean(float(row[name]), float(row[f"{name}_error"]))
     _, _, score = name.rpartition("/")
     sets = [key for key in row if key.startswith("eval/") and key.endswith(f"/{score}")]
-    errors = [row.get(f"{key}_error") for key in sets if key != name]
+    errors: list[Any] = [row.get(f"{key}_error") for key in sets if key != name]
     if name == f"eval/{score}" and errors and all(map(is_number, errors)):
-        return Mean(float(row[name]), math.hypot(*map(float, errors)) / len(errors))
+        return Mean(float(row[name]), math.hypot(*errors) / len(errors))
     return Mean(float(row[name]), math.nan)

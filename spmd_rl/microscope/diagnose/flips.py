@@ -47,11 +47,12 @@ def first_flip(left: ValueTap, right: ValueTap, points: Sequence[Point]) -> Rout
     point, rows = next(iter(flipped.items()))
     row, num_experts = int(rows[0]), left.table[point].shape[1] // 2
     before = points[: points.index(point)]
-    experts = (tuple(map(int, side.table[point][row, :num_experts])) for side in (left, right))
+    experts = [tuple(map(int, side.table[point][row, :num_experts])) for side in (left, right)]
     return RouteFlip(
-        point,
-        row,
-        *experts,
+        point=point,
+        row=row,
+        left=experts[0],
+        right=experts[1],
         num_flips=sum(map(len, flipped.values())),
         num_layers=len(flipped),
         parted_at=next((one for one in before if len(_unequal_rows(left, right, one))), None),
