@@ -372,5 +372,5 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     samples(tmp_path, 0, {1: [0.0]})
     path = samples(tmp_path, 1, {1: [0.0]})
     path.write_text('{"prompt": "no uid"}\n')
-    with pytest.raises(DataError, match=r"00001\.jsonl:1: not a sample"):
+    with pytest.raises(DataError, match=r"00001\.jsonl:1: not a line of samples"):
         turned_prompts(tmp_path)
