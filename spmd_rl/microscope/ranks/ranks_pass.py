@@ -70,8 +70,9 @@ class RanksPass(ForwardPass):
 
     def _shown_ranks(self, case: ReplayCase, expected: ValueTap) -> Tensor:
         """Return which rank shows each row. Shape: [rows]."""
-        number_of = torch.from_numpy(np.repeat(np.arange(len(case.sequences)), case.lengths))
-        shown = torch.full((len(case.sequences),), -1)
+        count = len(case.sequences)
+        number_of = torch.from_numpy(np.repeat(np.arange(count), case.lengths))
+        shown = torch.full((count,), -1)
         for point in sorted(self.shares, key=lambda point: point.order):
             for share in self.shares[point] if point in expected.table else ():
                 parted = number_of[share.rows[share.differs(expected.table[point])]]

@@ -42,8 +42,8 @@ def turned_prompts(run: Path, *, small: bool = False) -> list[dict[str, Any]]:
         if match := _FILE.fullmatch(path.name):
             files[match[1]][int(match[2])] = path
     return [
-        {"set": name, "first": min(paths), "last": max(paths)}
-        | _turned(_read(paths[min(paths)]), _read(paths[max(paths)]), 0 if small else MAX_EXAMPLES)
+        {"set": name, "first": (first := min(paths)), "last": (last := max(paths))}
+        | _turned(_read(paths[first]), _read(paths[last]), 0 if small else MAX_EXAMPLES)
         for name, paths in sorted(files.items())
         if len(paths) > 1
     ]
