@@ -73,8 +73,9 @@ class RanksPass(ForwardPass):
         count = len(case.sequences)
         number_of = torch.from_numpy(np.repeat(np.arange(count), case.lengths))
         shown = torch.full((count,), -1)
-        for point in sorted(self.shares, key=lambda point: point.order):
-            for share in self.shares[point] if point in expected.table else ():
+        points = expected.table.keys() & self.shares
+        for point in sorted(points, key=lambda point: point.order):
+            for share in self.shares[point]:
                 parted = number_of[share.rows[share.differs(expected.table[point])]]
                 shown[parted] = torch.where(shown[parted] < 0, share.rank, shown[parted])
         return shown.clamp(min=0)[number_of]

@@ -99,12 +99,13 @@ def _draw_lines(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
 
 
 def _draw_line(axes: Any, line: dict[str, Any], width: int, reduced: dict[str, Any]) -> Values:
-    steps, values = np.array(reduced["last"]), _values(reduced["columns"], line["metric"])
+    steps, columns, metric = np.array(reduced["last"]), reduced["columns"], line["metric"]
+    values = _values(columns, metric)
     known, code = np.isfinite(values), CODES[line["colour"]]
     label = textwrap.fill(line["label"], MAX_LABEL)
     style = {"color": code, "linewidth": 0.5 + 0.7 * width, "markersize": 3}
     axes.plot(steps[known], values[known], ".-", label=label, **style)
-    _draw_band(axes, steps, reduced["columns"][line["metric"]], code)
+    _draw_band(axes, steps, columns[metric], code)
     return values
 
 
