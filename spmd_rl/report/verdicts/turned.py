@@ -42,20 +42,21 @@ def turned_prompts(run: Path, *, small: bool = False) -> list[dict[str, Any]]:
         if match := _FILE.fullmatch(path.name):
             files[match[1]][int(match[2])] = path
     return [
-        {"set": name, "first": (first := min(paths)), "last": (last := max(paths))}
-        | _turned(_read(paths[first]), _read(paths[last]), 0 if small else MAX_EXAMPLES)
+        {"set": name} | _turned(paths, 0 if small else MAX_EXAMPLES)
         for name, paths in sorted(files.items())
         if len(paths) > 1
     ]
 
 
-def _turned(
-    before: dict[int, list[_GradedSample]], after: dict[int, list[_GradedSample]], num_examples: int
-) -> dict[str, Any]:
+def _turned(paths: dict[int, Path], num_examples: int) -> dict[str, Any]:
+    first, last = min(paths), max(paths)
+    before, after = _read(paths[first]), _read(paths[last])
     changes = {uid: _reward(after[uid]) - _reward(before[uid]) for uid in before if uid in after}
     right = [uid for uid, change in changes.items() if change >= MIN_CHANGE]
     wrong = [uid for uid, change in changes.items() if change <= -MIN_CHANGE]
     return {
+        "first": first,
+        "last": last,
         "num_prompts": len(changes),
         "num_right": len(right),
         "num_wrong": len(wrong),
