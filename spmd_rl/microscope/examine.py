@@ -146,15 +146,17 @@ def _on_recorded(setup: ReplaySetup, num_equal: int, num_recorded: int) -> str:
 
 def versions(setup: ReplaySetup) -> dict[str, str]:
     """Return what the bits may depend on: the numeric contract, and versions of libraries."""
-    passes = (setup.left, setup.right)
-    ours = next((side for side in passes if isinstance(side.model, CausalLM)), None)
     facts: dict[str, Any] = {"torch": torch.__version__}
-    if ours is not None:
-        parameter = next(ours.model.parameters())
-        facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
+    for side in _ours(setup.left, setup.right)[:1]:
+        facts = side.model.contract(side.device, side.dtype, side.split)
     facts["dtype"] = ", ".join(dict.fromkeys(map(str, setup.dtypes)))
     facts["python"] = platform.python_version()
     return {key: str(value) for key, value in facts.items()} | _foreign_facts(setup)
+
+
+def _ours(*passes: ForwardPass) -> list[ForwardPass]:
+    """Return the passes over our own network."""
+    return [one for one in passes if isinstance(one.model, CausalLM)]
 
 
 def _foreign_facts(setup: ReplaySetup) -> dict[str, str]:
@@ -228,7 +230,7 @@ def _explain(
 
 
 def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:
-    ours = [one.model for one in (setup.right, setup.left) if isinstance(one.model, CausalLM)]
+    ours = [one.model for one in _ours(setup.right, setup.left)]
     return VariantSearch(
         evidence,
         setup.case,
