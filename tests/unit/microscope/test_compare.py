@@ -19,6 +19,7 @@ from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.page.verdict import verdict
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import HashTap, ProfilerTap, Tap, ValueTap
@@ -204,14 +205,14 @@ class Meddling(Tap):
         self.inner.fill_shared_rows(rows, sources)
 
 
-class Wrong:
+class Wrong(ForwardPass):
     """An engine whose op at `point` is wrong in one row."""
 
-    name, rows_are_distinct, is_recorded = EnginePass.name, False, False
+    name, rows_are_distinct = EnginePass.name, False
 
     def __init__(self, engine: EnginePass, point: Point, row: int) -> None:
+        super().__init__(engine.device, engine.dtype)
         self.engine, self.point, self.row = engine, point, row
-        self.facts, self.problems = {}, []
 
     def run(self, case: ReplayCase, tap: Tap) -> None:
         self.engine.run(case, Meddling(tap, self.point, self.row))
