@@ -213,8 +213,8 @@ def test_a_run_that_trains_over_other_tokens_than_it_draws_from_says_so_once_and
     named: list[str],
 ) -> None:
     cfg = grpo.Config(
-        "m",
-        "d",
+        model="m",
+        data="d",
         run=RunConfig(folder=str(tmp_path), name="r"),
         sampling=replace(sampling, num_samples=2),
         engine=engine,
