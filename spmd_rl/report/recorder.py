@@ -24,7 +24,7 @@ from spmd_rl.observe.sinks import Sinks
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.report.verdicts.reward_warnings import RewardWarnings
-from spmd_rl.train.cost.memory import num_trained_parameters
+from spmd_rl.train.cost.parts import num_trained_parameters
 from spmd_rl.types.failures import told_causes
 from spmd_rl.types.groups import Group
 from spmd_rl.types.samples import error_of

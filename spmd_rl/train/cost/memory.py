@@ -6,7 +6,6 @@ It is computed without torch, for the plan and for the decision what sleeps. Uni
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Protocol
 
 from spmd_rl.mesh.axes import size_of
@@ -14,7 +13,7 @@ from spmd_rl.mesh.split import Placement
 from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
-from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.activation_memory import (
     NO_HEAD,
     Activations,
@@ -22,16 +21,18 @@ from spmd_rl.train.cost.activation_memory import (
     activations,
     forward_bytes,
 )
-from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
-from spmd_rl.train.cost.exchange_memory import exchanging
-from spmd_rl.train.cost.expert_memory import expert_elements, split_step_sizes
+from spmd_rl.train.cost.parts import (
+    PartSize,
+    both_parts,
+    merge_bytes,
+    of_layers,
+    sharded_parts,
+)
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
-from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, summing, unit_sizes
-from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
-from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, moment_bytes, update_rules
+from spmd_rl.train.cost.tensor_memory import exchanging, sharing, summing
+from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES
 from spmd_rl.weights.plan.layout import ITEM_BYTES
 
-NUM_MOMENTS = 2  # AdamW's, the only ones that are offloaded
 OFFLOADING_LAYERS = 3  # whose activations are on the GPU while they are copied out and back
 
 
@@ -57,22 +58,14 @@ def fsdp2_memory(
     if not cfg.lora.rank:
         return step
     num_shards = placement.of_shards.axes["fsdp"]
-    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
-    of_experts = sum(expert_elements(spec)) if is_apart else 0
+    are_apart = _are_experts_apart(spec, placement)
+    of_experts = of_layers(spec, "lm", experts=True).all if are_apart else 0
     others = -(-(spec.num_parameters - of_experts) // num_shards)
     base = (others - (-of_experts // placement.size)) * ITEM_BYTES[dtype_on_gpu(cfg)]
     if not cfg.lora.merged_push:
         return [TagBytes("base", base, "save", changes=False), *step]
     merge = TagBytes("merge", merge_bytes(spec, cfg.lora, num_shards), "fixed")
     return [TagBytes("pushed_base", base, "save", changes=False), merge, *step]
-
-
-def num_trained_parameters(spec: ModelSpec, cfg: TrainerConfig) -> int:
-    """Return how many parameters learn: those of the adapters, or those that are not frozen."""
-    if cfg.lora.rank:
-        return num_adapted(spec, cfg.lora)
-    shapes = spec.trainable_shapes()
-    return sum(prod(shapes[name]) for name in update_rules(shapes, cfg, 1))
 
 
 def step_sizes(
@@ -92,77 +85,42 @@ def step_sizes(
 
 
 def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head) -> StepSizes:
-    """Return the sizes where each rank has whole sequences, and one part of the data."""
-    num_shards = placement.axes["fsdp"]
+    """Return the sizes where each rank has whole sequences, and one part of the data.
+
+    Where ranks share experts, what is no expert is sharded along fsdp, and each expert among the
+    ranks that have it. Gathered experts are float32, and are rounded for a pass. These copies are
+    kept for the backward pass, but where layers are computed again. Loads are taken as even.
+    """
+    ep, settings = size_of(placement.axes, "ep"), fsdp2_settings(cfg)
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    if cfg.lora.rank:
-        return _adapter_step_sizes(spec, cfg, placement)
-    if placement.sharding_of_experts(spec.num_experts > 0):
-        return _split_step_sizes(spec, cfg, placement, head)
-    tp = size_of(placement.axes, "tp")
-    shapes = own_shapes(spec, head, tp)
-    rules = update_rules(shapes, cfg, num_shards)
-    layer, layers, rest = unit_sizes(spec, head, tp)
-    num_parameters = layers + rest
-    is_one_unit = fsdp2_settings(cfg).gathers_whole(num_parameters * FP32_BYTES)
-    unit = num_parameters if is_one_unit else max(layer, rest)
+    others, experts = _parts(spec, cfg, placement, head)
+    shards = others.num_shards
+    # beside adapters FSDP gathers the base too, but where there is one shard
+    base = of_layers(spec, "lm") if cfg.lora.rank and shards > 1 else PartSize()
+    unit_bytes = others.all * FP32_BYTES + base.all * element_bytes
+    is_one_unit = _is_one_unit(spec, settings, placement, unit_bytes)
+    unit = others.all if is_one_unit else max(others.layer, others.outside)
     # One unit, and a model without shards, are gathered until the end of the step, and so long
     # gradients are whole. Otherwise the root's weights and those of two neighbouring layers are
     # there at once.
-    is_whole = num_shards == 1 or is_one_unit
-    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
+    is_whole = shards == 1 or is_one_unit
+    gathered = others.gathered(is_whole or cfg.lora.rank > 0, spec.num_layers)
+    gathered += base.gathered(is_one_unit, spec.num_layers)
     # Gathered weights in the dtype of the master, without shards, are the master itself.
-    is_copied = num_shards > 1 or element_bytes != FP32_BYTES
-    num_trained = sum(prod(shapes[name]) for name in rules)
-    reduced = -(-num_trained // num_shards)
+    is_copied = shards > 1 or element_bytes != FP32_BYTES
+    gathered_bytes = gathered * element_bytes if is_copied else 0
     return StepSizes(
-        master=-(-num_parameters // num_shards) * FP32_BYTES,
-        moments=moment_bytes(shapes, rules, num_shards),
-        grads=(num_trained if is_whole else reduced) * FP32_BYTES,
-        reduced_grads=reduced * FP32_BYTES,
-        gathered=num_gathered * element_bytes if is_copied else 0,
-        activations=_activations(spec, cfg, head, tp=tp),
-        kept_copies=num_parameters * element_bytes if is_one_unit and num_shards > 1 else 0,
-        gather_copies=unit * element_bytes if is_copied else 0,
-        layer_copies=_copies(min(layer, unit), num_shards),
-        unit_copies=_copies(unit, num_shards),
-        chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
-    )
-
-
-def _split_step_sizes(
-    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
-) -> StepSizes:
-    """Return the sizes of a trainer whose ranks share experts."""
-    tp, element_bytes = size_of(placement.axes, "tp"), ITEM_BYTES[dtype_on_gpu(cfg)]
-    kept = _activations(spec, cfg, head, tp=tp)
-    sizes = split_step_sizes(spec, cfg, placement, kept, element_bytes, head)
-    return replace(sizes, chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES)
-
-
-def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:
-    """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
-    num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, _, rest = unit_sizes(spec, "lm")
-    adapted = num_adapted(spec, cfg.lora)
-    is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
-    unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
-    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
-    is_one_unit = not is_apart and fsdp2_settings(cfg).gathers_whole(unit_bytes)
-    num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
-    sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
-    of_layer = -(-adapted // spec.num_layers)
-    is_whole = is_one_unit or not is_gathered
-    return StepSizes(
-        master=sizes.master,
-        moments=sizes.moments,
-        grads=adapted * FP32_BYTES if is_whole else sizes.grads,
-        reduced_grads=sizes.grads,
-        gathered=sizes.gathered,
-        activations=_activations(spec, cfg, "lm"),
-        kept_copies=sizes.gathered if is_one_unit and is_gathered else 0,
-        layer_copies=_copies(of_layer, num_shards),
-        unit_copies=_copies(adapted if is_one_unit else of_layer, num_shards),
+        master=(others.shard + experts.shard) * FP32_BYTES,
+        moments=others.moments + experts.moments,
+        grads=_gradients(others, experts, ep, is_whole),
+        reduced_grads=_gradients(others, experts, ep, False),
+        gathered=gathered_bytes
+        + _gathered_experts(spec, settings, placement, experts, element_bytes),
+        activations=_activations(spec, cfg, head, tp=size_of(placement.axes, "tp")),
+        kept_copies=gathered_bytes if is_one_unit and shards > 1 else 0,
+        gather_copies=unit * element_bytes if is_copied and not cfg.lora.rank else 0,
+        layer_copies=_summed(experts, ep, element_bytes) + _copies(others.layer, shards),
+        unit_copies=_copies(unit, shards),
     )
 
 
@@ -174,17 +132,13 @@ def frozen_memory(
     Its forward pass has one layer at a time. Its weights change by a push alone, so they are saved
     once.
     """
-    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    placement = placement.of_shards
+    element_bytes, placement = ITEM_BYTES[dtype_on_gpu(cfg)], placement.of_shards
     tp, shards = size_of(placement.axes, "tp"), placement.axes["fsdp"]
-    layer, layers, rest = unit_sizes(spec, head, tp)
-    is_apart = placement.sharding_of_experts(spec.num_experts > 0)
-    experts = expert_elements(spec) if is_apart else []
-    largest, of_experts = max(experts, default=0), sum(experts)
-    others = layers + rest - of_experts
-    is_whole = not experts and cfg.gathers_whole(others * element_bytes)
-    of_layer = layer - largest - (-largest // size_of(placement.axes, "ep"))
-    num_gathered = others if is_whole else min(spec.num_layers, 2) * of_layer + rest
+    others, experts = both_parts(spec, head, tp, _are_experts_apart(spec, placement))
+    is_whole = not experts.all and cfg.gathers_whole(others.all * element_bytes)
+    of_experts = -(-experts.layer // size_of(placement.axes, "ep"))
+    num_gathered = others.gathered(is_whole, spec.num_layers)
+    num_gathered += min(spec.num_layers, 2) * of_experts
     working = forward_bytes(
         [sharing(block, tp, element_bytes) for block in spec.distinct_blocks()],
         spec.hidden_size,
@@ -193,7 +147,7 @@ def frozen_memory(
         element_bytes=element_bytes,
     )
     working += cfg.max_tokens * num_own_parts(spec, tp) * spec.hidden_size * FP32_BYTES
-    weights = -(-others // shards) - (-of_experts // placement.size)
+    weights = -(-others.all // shards) - (-experts.all // placement.size)
     gathered = num_gathered * element_bytes
     # until the first forward pass ends, FSDP keeps what it gathered of one unit twice
     copies = [TagBytes("copies", gathered, "work")] if is_whole and shards > 1 else []
@@ -214,12 +168,15 @@ def _activations(
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     num_parts = num_own_parts(spec, tp)
-    costs = [sharing(one, tp, element_bytes) for one in spec.blocks]
+    costs = {block: sharing(block, tp, element_bytes) for block in spec.distinct_blocks()}
     if cp > 1:
-        pairs = zip(costs, spec.blocks, strict=True)
-        costs = [exchanging(cost, block.cache(tp)) for cost, block in pairs]
+        costs = {block: exchanging(cost, block.cache(tp)) for block, cost in costs.items()}
+    costs = {
+        block: summing(cost, spec.hidden_size, num_parts, element_bytes)
+        for block, cost in costs.items()
+    }
     return activations(
-        [summing(one, spec.hidden_size, num_parts, element_bytes) for one in costs],
+        [costs[block] for block in spec.blocks],
         spec.hidden_size,
         _head_shape(spec, cfg, head, keeps_slopes, tp),
         num_tokens=cfg.max_tokens,
@@ -241,6 +198,60 @@ def _head_shape(
     return HeadShape(
         spec.vocab_size, spec.hidden_size, cfg.logit_rows, cfg.max_tokens, keeps_slopes, tp
     )
+
+
+def _gradients(others: PartSize, experts: PartSize, ep: int, are_whole: bool) -> int:
+    """Return the gradients of a rank, before or after they are reduced."""
+    if are_whole:
+        return (others.trained - (-experts.trained // ep)) * FP32_BYTES
+    return (others.trained_shard + experts.trained_shard) * FP32_BYTES
+
+
+def _summed(experts: PartSize, ep: int, element_bytes: int) -> int:
+    """Return the gradients of a layer's experts for the rows of each source, and their sums."""
+    return experts.layer * (element_bytes + FP32_BYTES) + -(-experts.layer // ep) * FP32_BYTES
+
+
+def _gathered_experts(
+    spec: ModelSpec,
+    settings: Fsdp2Config,
+    placement: Placement,
+    experts: PartSize,
+    element_bytes: int,
+) -> int:
+    """Return the bytes of experts that are gathered, and of their rounded copies."""
+    ep, copies = (size_of(placement.axes, axis) for axis in ("ep", "edp"))
+    own, of_layer = -(-experts.all // ep), -(-experts.layer // ep)
+    near = own if placement.axes["fsdp"] == 1 else min(spec.num_layers, 2) * of_layer
+    gathered = near * FP32_BYTES if copies > 1 else 0
+    if element_bytes == FP32_BYTES:
+        return gathered
+    rounded = of_layer if settings.recompute == "all" else own
+    return gathered + rounded * element_bytes
+
+
+def _parts(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
+) -> tuple[PartSize, PartSize]:
+    """Return the parts of a model that are sharded alike: all but shared experts, and these."""
+    rules = TrainerConfig(
+        optimizer=cfg.optimizer, freeze=cfg.freeze, groups=cfg.groups, lora=cfg.lora
+    )
+    shared = not cfg.lora.rank and _are_experts_apart(spec, placement)
+    shards = placement.axes["fsdp"], placement.size if shared else 1
+    return sharded_parts(spec, rules, head, size_of(placement.axes, "tp"), shards, shared)
+
+
+def _are_experts_apart(spec: ModelSpec, placement: Placement) -> bool:
+    """Return whether experts are sharded among other ranks than all else."""
+    return placement.sharding_of_experts(spec.num_experts > 0) != ""
+
+
+def _is_one_unit(
+    spec: ModelSpec, settings: Fsdp2Config, placement: Placement, unit_bytes: int
+) -> bool:
+    """Return whether all of a model is gathered at once, which experts apart never are."""
+    return not _are_experts_apart(spec, placement) and settings.gathers_whole(unit_bytes)
 
 
 def _copies(unit: int, num_shards: int) -> int:

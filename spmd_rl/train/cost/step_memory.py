@@ -21,7 +21,11 @@ from typing import Literal
 
 from spmd_rl.offload.ledger import TagBytes, as_size
 from spmd_rl.train.cost.activation_memory import Activations
+from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES
 
+NUM_MOMENTS = 2  # AdamW's, the only ones that are offloaded
+CHUNKS_BYTES = NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES  # that they pass through
 Offload = Literal["none", "moments", "master"]
 WORK = ("grads", "gathered", "activations", "copies", "chunks")
 
@@ -33,8 +37,7 @@ class StepSizes:
     `grads` are those of the backward passes, and `reduced_grads` those of the optimizer's step.
     `kept_copies` are what FSDP keeps of a gather until the first forward pass ends, where the model
     is one unit of several shards. `gather_copies`, `layer_copies` and `unit_copies` are what FSDP
-    needs to gather a unit, and to reduce the gradients of a layer and of its largest unit. `chunks`
-    are the slots that offloaded moments pass through.
+    needs to gather a unit, and to reduce the gradients of a layer and of its largest unit.
     """
 
     master: int
@@ -47,7 +50,6 @@ class StepSizes:
     gather_copies: int = 0
     layer_copies: int = 0
     unit_copies: int = 0
-    chunks: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[StepPoint, ...]:
         "activations": kept.kept + kept.backward,
         "copies": sizes.layer_copies,
     }
-    chunks = {} if offload == "none" else {"chunks": sizes.chunks}
+    chunks = {} if offload == "none" else {"chunks": CHUNKS_BYTES}
     on_host = host | {"activations": kept.host}
     return (
         StepPoint(
@@ -97,6 +99,13 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[StepPoint, ...]:
         StepPoint("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
         StepPoint("update", awake | {"grads": sizes.reduced_grads} | chunks, on_host),
     )
+
+
+def moments_tag(num_bytes: int, offload: Offload) -> TagBytes:
+    """Return the tag of the optimizer's state, on the GPU or in host memory."""
+    if offload == "none":
+        return TagBytes("moments", num_bytes, "save")
+    return TagBytes("moments", 0, "fixed", host_bytes=num_bytes)
 
 
 def step_memory(sizes: StepSizes, offload: Offload) -> list[TagBytes]:
@@ -112,10 +121,7 @@ def step_memory(sizes: StepSizes, offload: Offload) -> list[TagBytes]:
             is_away_in_work="master" not in most.gpu,
         )
     ]
-    if offload == "none":
-        memory.append(TagBytes("moments", sizes.moments, "save"))
-    else:
-        memory.append(TagBytes("moments", 0, "fixed", host_bytes=sizes.moments))
+    memory.append(moments_tag(sizes.moments, offload))
     host = {"activations": sizes.activations.host}
     return memory + [TagBytes(tag, most.gpu.get(tag, 0), "work", host.get(tag, 0)) for tag in WORK]
 

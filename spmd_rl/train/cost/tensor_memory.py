@@ -1,6 +1,6 @@
-"""Memory of a model whose matrices ranks share (axis tp of FSDP2), on one of them. Pure.
+"""Memory of layers whose matrices or tokens ranks share (axes tp and cp of FSDP2), on one. Pure.
 
-The first rank has no less than the others. Between layers a rank has its part of the tokens, and
+Along tp, between layers a rank has its part of the tokens, and
 before a layer it gathers them all, which that layer keeps. Sums over ranks are of float32, of which
 there are the rank's own and what it received. A model that sums in parts has these parts before.
 """
@@ -9,35 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmd_rl.model.held.held import TRAINER, parts
-from spmd_rl.model.held.tensor import Along
 from spmd_rl.model.layers.block import BlockSpec
-from spmd_rl.model.layers.layer import Dims, LayerCost, num_elements
-from spmd_rl.model.parts.part import ModelPart
-from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.model.layers.layer import CacheSpec, LayerCost
 from spmd_rl.weights.plan.layout import ITEM_BYTES
 
 SUMS = 2  # of float32 that exist at once, in a forward and in a backward pass
 GATHERED = 2  # inputs of the two layers of a block, where one rank keeps those of its norms
-
-
-def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
-    """Return the shape of every parameter of a rank that an optimizer may change, by name."""
-    shapes = spec.trainable_shapes(head)
-    if tp == 1:
-        return shapes
-    boxes = parts(spec, Along(0, tp), TRAINER, head)
-    return {name: boxes[name].extent for name in shapes}
-
-
-def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]:
-    """Return a rank's parameters of the largest layer, of all layers, and of those outside."""
-    layers = [block.cost().parameters for block in ModelPart(0, tp).spec(spec).blocks]
-    outer = spec.outer_parameters(head)
-    if tp == 1:
-        return max(layers), sum(layers), num_elements(outer)
-    boxes = parts(spec, Along(0, tp), TRAINER, head)
-    return max(layers), sum(layers), sum(boxes[one.name].num_elements for one in outer)
 
 
 def summing(cost: LayerCost, hidden_size: int, num_parts: int, element_bytes: int) -> LayerCost:
@@ -63,4 +40,27 @@ def sharing(block: BlockSpec, tp: int, element_bytes: int) -> LayerCost:
         kept_cheap=cost.kept_cheap - GATHERED * hidden,
         gradients=cost.gradients + sums,
         workspace=cost.workspace + sums,
+    )
+
+
+def exchanging(cost: LayerCost, cache: CacheSpec | None) -> LayerCost:
+    """Return the cost of a block, and that of the exchanges around its attention, where ranks share
+    tokens (axis cp of FSDP2).
+
+    A rank has as many tokens times heads after the exchange as before. Attention keeps what it
+    received for its backward pass, so that recomputation of cheap operations saves nothing there.
+    Its output is kept twice: as heads, and as the tokens that the next product reads. `cache` is
+    that of the heads of which `cost` is.
+    """
+    if cache is None:
+        return cost
+    keys = cache.num_elements // 2
+    queries = keys * cache.queries_per_key
+    sent = queries + 2 * keys
+    return replace(
+        cost,
+        kept_products=cost.kept_products + 2 * queries + keys,
+        kept_cheap=cost.kept_cheap - queries - keys,
+        gradients=cost.gradients + 2 * sent,
+        workspace=cost.workspace + 2 * sent,
     )

@@ -15,12 +15,10 @@ from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.cost.activation_memory import HeadShape, activations
+from spmd_rl.train.cost.step_memory import CHUNKS_BYTES, NUM_MOMENTS, moments_tag
 from spmd_rl.train.megatron.config import MegatronConfig
-from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES
 from spmd_rl.weights.plan.layout import ITEM_BYTES
-
-NUM_MOMENTS = 2  # AdamW's
 
 
 def megatron_memory(
@@ -63,7 +61,8 @@ def megatron_memory(
     routed_bytes = routed * num_tokens * element_bytes
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
-        *_moments(backend, NUM_MOMENTS * shard * FP32_BYTES),
+        moments_tag(NUM_MOMENTS * shard * FP32_BYTES, backend.offload),
+        TagBytes("chunks", CHUNKS_BYTES if backend.offload != "none" else 0, "work"),
         TagBytes("activations", kept.peak + shared + routed_bytes, "work"),
     ]
 
@@ -90,17 +89,6 @@ def _shared(spec: ModelSpec, head: HeadShape, tp: int, num_tokens: int, element_
     num_parts = max(num_own + 1, 2) if tp > 1 else num_own
     gathered = head.weight_bytes(element_bytes) if tp > 1 else 0
     return max(gathered, num_parts * num_tokens * spec.hidden_size * FP32_BYTES)
-
-
-def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:
-    """Return the moments, and the chunks in which they pass through the GPU from host memory."""
-    if backend.offload == "none":
-        return [TagBytes("moments", num_bytes, "save")]
-    chunks = NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES
-    return [
-        TagBytes("moments", 0, "fixed", host_bytes=num_bytes),
-        TagBytes("chunks", chunks, "work"),
-    ]
 
 
 def own_parameters(spec: ModelSpec, axes: Mapping[str, int]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from spmd_rl.model.layers.fixed_parameters import HoldsFixed
 from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.cost.memory import num_trained_parameters
+from spmd_rl.train.cost.parts import num_trained_parameters
 from tests.specs import dense_spec
 
 VALUES = torch.tensor([1 / 3, -7.000001, 1e-30])
