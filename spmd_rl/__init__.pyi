@@ -11,7 +11,7 @@ from spmd_rl.algo.packing import pack as pack
 from spmd_rl.algo.packing import pack_sft as pack_sft
 from spmd_rl.algo.self_check import check_reference as check_reference
 from spmd_rl.check.engine import check_engine as check_engine
-from spmd_rl.check.evaluation import check_evaluation as check_evaluation
+from spmd_rl.check.inputs import check_evaluation as check_evaluation
 from spmd_rl.check.inputs import check_inputs as check_inputs
 from spmd_rl.config.rules import at_least as at_least
 from spmd_rl.config.run import RunConfig as RunConfig

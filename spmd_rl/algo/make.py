@@ -14,14 +14,15 @@ from spmd_rl.algo.config import AlgorithmName, CorrectionConfig, PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.overlong import with_overlong_penalty
 from spmd_rl.algo.policy.mean_weight import with_mean_weight_of_one
-from spmd_rl.algo.refusals import refuse_wrong_settings
-from spmd_rl.errors import ConfigError
+from spmd_rl.algo.refusals import LONG_BUFFER, of_algorithms, refuse_wrong_settings
+from spmd_rl.config.combinations import refuse
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
 # the file of each algorithm by its name; it has its facts, and a function of its name
 ALGORITHMS: dict[str, Any] = {name: getattr(algorithms, name) for name in get_args(AlgorithmName)}
 _FACTS: dict[str, AlgorithmFacts] = {name: file.FACTS for name, file in ALGORITHMS.items()}
+OF_ALGORITHMS = tuple(of_algorithms(_FACTS))
 
 
 def make_algorithm(
@@ -33,7 +34,7 @@ def make_algorithm(
     them. They are checked, shape the penalty on long answers, and divide with "const".
     Raises: ConfigError, which names the key, for settings that do not go together.
     """
-    refuse_wrong_settings(cfg, _FACTS, num_samples)
+    refuse_wrong_settings(cfg, _FACTS[cfg.algorithm], OF_ALGORITHMS, num_samples)
     make: Callable[[PolicyConfig], Algorithm] = getattr(ALGORITHMS[cfg.algorithm], cfg.algorithm)
     algorithm = replace(
         make(cfg),
@@ -67,11 +68,7 @@ def _with_mean_one(cfg: CorrectionConfig, algorithm: Algorithm) -> Algorithm:
 def _with_penalty(cfg: PolicyConfig, algorithm: Algorithm) -> Algorithm:
     """Return the algorithm with the penalty on long answers. Raises: ConfigError."""
     limit = algorithm.max_response_tokens
-    if limit is None or cfg.overlong.buffer >= limit:
-        raise ConfigError(
-            f"overlong.buffer = {cfg.overlong.buffer}: expected less than sampling.max_tokens = "
-            f"{limit}"
-        )
+    refuse([LONG_BUFFER], {"overlong": cfg.overlong, "sampling": {"max_tokens": limit or 0}})
     shape = partial(
         with_overlong_penalty,
         max_response_tokens=limit,

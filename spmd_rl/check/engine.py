@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from spmd_rl.config.combinations import refuse
 from spmd_rl.config.run import RunConfig
-from spmd_rl.errors import ConfigError
-from spmd_rl.model.formats.coded_cache import check_alike
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.train.config import TrainerConfig
-
-AUTO = "auto"
 
 
 def check_engine(
@@ -20,47 +17,9 @@ def check_engine(
     promises; for two formats of weights, of keys and values, or of numbers; for an option that
     SGLang does not have, or that a run may not set; without a version that serves.
     """
-    if run.exact and not engine.promises_bits:
-        raise ConfigError(
-            f'engine.kind = "{engine.kind}" does not compute the trainer\'s bits: set run.exact = '
-            'false, and the mismatch is measured on every step, or engine.kind = "native"'
-        )
-    if run.exact and trainer is not None and trainer.lora.merged_push:
-        raise ConfigError(
-            "trainer.lora.merged_push = true gives the engine rounded weights, and so other bits "
-            "than the trainer's: set run.exact = false, and the mismatch is measured on every "
-            "step, or trainer.lora.merged_push = false"
-        )
-    if trainer is not None:
-        check_alike(engine, trainer)
-        if run.exact:
-            check_numbers(engine, trainer)
-    kind_of(engine).check_options(engine)
-
-
-def check_numbers(engine: EngineConfig, trainer: TrainerConfig, auto: str = AUTO) -> None:
-    """Raise a ConfigError for settings by which an engine computes other bits than the trainer's,
-    if it promises them.
-
-    `auto` is the dtype that "auto" means on this host; without it, "auto" may be any.
-    """
-    if not engine.promises_bits:
-        return
-    for name in ("dtype", "attention_split"):
-        asked, found = getattr(trainer, name), getattr(engine, name)
-        meant = [auto if value == AUTO else value for value in (asked, found)]
-        if AUTO not in meant and meant[0] != meant[1]:
-            raise _other_bits(name, asked, found, auto)
-
-
-def _other_bits(name: str, asked: str | int, found: str | int, auto: str) -> ConfigError:
-    """Return the error for a setting that is `asked` in the trainer and `found` in the engine."""
-    ours, other = ("engine", asked) if asked != AUTO else ("trainer", found)
-    here = f', and "{AUTO}" is {auto} on this host' if AUTO in (asked, found) else ""
-    return ConfigError(
-        f"trainer.{name} = {asked!r} and engine.{name} = {found!r} have different bits{here}: "
-        f"set {ours}.{name} = {other!r} too, or run.exact = false, which gives equal bits up"
-    )
+    kind = kind_of(engine)
+    refuse(kind.refused, {"engine": engine, "run": run, "trainer": trainer})
+    kind.check_options(engine)
 
 
 def announce_correction(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from spmd_rl.check.golds import check_golds
 from spmd_rl.check.vocabulary import check_vocabulary
+from spmd_rl.config.combinations import ON, Combination, Condition, refuse
 from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.mixture import data_weights
-from spmd_rl.data.prompt_records import PromptConfig, graded, own_reward
+from spmd_rl.data.prompt_records import PromptConfig, graded, graded_prompt, own_reward
 from spmd_rl.data.render.prompt_format import PromptFormat, check_prompts
 from spmd_rl.data.render.tokenizer import Tokenizer
 from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import check_sft
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.evaluation.config import EvaluatedRecipe, eval_rewards, resolve_sets
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
 from spmd_rl.model.read import head_of, model_folder, read_spec
@@ -26,6 +29,7 @@ from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.config import GraderConfig
+from spmd_rl.rewards.gold import check_prompt
 from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
@@ -33,6 +37,15 @@ from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.optimizer.parameter_groups import update_rules
 
+SOURCES_REFUSED = (
+    Combination(
+        {
+            "hooks.pick_sources": ON,
+            "data": Condition("a single file", lambda paths, _: len(paths) == 1),
+        },
+        "{0.key} weights several sources, but {1.key} has only one",
+    ),
+)
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
 CHECKED_GOLDS = 1000  # records of a data file of which the answer is parsed as graders do
 
@@ -90,13 +103,35 @@ def check_inputs(
         load_reward(name)
     if hooks:
         check_hooks(hooks)
-        if hooks.pick_sources and len(paths) == 1:
-            raise ConfigError("hooks.pick_sources weights several sources, but data has only one")
+        refuse(SOURCES_REFUSED, {"hooks": hooks, "data": paths})
     if of_graders := graded(prompts):
-        for path in paths:
-            _check_golds(path, of_graders, reward_weights(reward))
+        for records in map(open_records, paths):
+            first = records.chunks(min(CHECKED_GOLDS, records.num_within(CHECKED_BYTES)))
+            check_golds(chain.from_iterable(first), of_graders, reward_weights(reward))
     names = checked_graders(rewards)
     check_graders(names, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
+
+
+def check_evaluation(cfg: EvaluatedRecipe) -> None:
+    """Check every set of `eval`: its settings, every record of its data, and its rewards.
+
+    Raises: ConfigError or DataError, which names the first thing to correct.
+    """
+    sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
+    check_hooks(cfg.hooks)
+    loaded = all_rewards(
+        reward_weights(cfg.reward), [*cfg.hooks.extra_rewards, *eval_rewards(cfg.eval)]
+    )
+    for evaluated in sets:
+        check_inputs(
+            model=cfg.model,
+            data=evaluated.data,
+            reward=evaluated.reward or cfg.reward,
+            hooks=replace(cfg.hooks, extra_rewards=tuple(loaded), pick_sources=""),
+            graders=cfg.graders,
+            prompts=evaluated.prompts,
+            sampling=evaluated.sampling,
+        )
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:
@@ -162,11 +197,25 @@ def _check_answers(
             prompts.check_answer(record, key)
 
 
-def _check_golds(path: str, prompts: PromptConfig, rewards: Iterable[str]) -> None:
-    records = open_records(path)
-    num_checked = min(CHECKED_GOLDS, records.num_within(CHECKED_BYTES))
-    for chunk in records.chunks(num_checked):
-        check_golds(chunk, prompts, rewards)
+def check_golds(
+    records: Iterable[DataRecord], prompts: PromptConfig, rewards: Iterable[str]
+) -> None:
+    """Check that the shipped graders among `rewards` can grade each record, or those that it names.
+
+    Names are canonical. Raises: DataError, which names file, line and what is wrong.
+    """
+    names = [*rewards]
+    for number, record in enumerate(records):
+        graders = [*own_reward(record, prompts)] or names
+        prompt = graded_prompt(record, prompts, number)
+        try:
+            check_prompt(prompt, graders)
+        except DataError as error:
+            field = error.where.rpartition(": ")[2]
+            problem = str(error).removeprefix(f"{error.where}: ")
+            raise DataError(f"{record.where}: {field}", problem) from error
+        except ValueError as error:
+            raise DataError(record.where, str(error)) from error
 
 
 def _check_rewards(

@@ -6,10 +6,10 @@ import signal
 import sys
 from types import FrameType
 
-from spmd_rl.check.engine import check_numbers
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
 from spmd_rl.cli.launcher import end_signals, launch
+from spmd_rl.config.combinations import refuse
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.lifecycle.shutdown import end_process
@@ -21,6 +21,7 @@ from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.train.packages import check_packages
 
 
@@ -73,7 +74,8 @@ def _check_bits(needs: RunNeeds) -> None:
     """Raises: ConfigError for a trainer and an engine that have other bits on this host."""
     trainer, engine = needs.trainer, needs.engine
     if needs.run.exact and needs.pushes and engine is not None and trainer is not None:
-        check_numbers(engine, trainer, _dtype_of_host())
+        settings = {"engine": engine, "trainer": trainer, "host": {"dtype": _dtype_of_host()}}
+        refuse(kind_of(engine).refused, settings)
 
 
 def _dtype_of_host() -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_rl.config.combinations import OFF, ON, Combination, refuse
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.observe.sinks import check_sinks
 
@@ -25,6 +26,9 @@ LEAST_COUNTS = {
     "keep_best": 0,
     "patience": 0,
 }
+REFUSED = (
+    Combination({"patience": ON, "best": OFF}, "{0}: expected 0, unless run.best names a metric"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,7 @@ class RunConfig:
         require(is_plain, "name", self.name, expected)
         is_metric = not self.best or self.best.startswith("eval/")
         require(is_metric, "best", self.best, "a metric of an evaluation, such as eval/NAME/reward")
-        has_best = bool(self.best) or not self.patience
-        require(has_best, "patience", self.patience, "0, unless run.best names a metric")
+        refuse(REFUSED, self)
         check_sinks(self.sinks)
 
     @property

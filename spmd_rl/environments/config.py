@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from spmd_rl.config.combinations import (
+    ANY,
+    OFF,
+    ON,
+    Combination,
+    compared,
+    equal,
+    other_than,
+    refuse,
+)
 from spmd_rl.config.load import from_data
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.config.run import RunConfig
@@ -17,7 +28,50 @@ from spmd_rl.hooks.config import HookConfig
 
 OnError = Literal["zero", "fail"]
 PROGRAM = "spmd_rl.environments.program:AgentProgram"
+WITHOUT_KIND = "agent.name and agent.args need agent.kind"
 ANSWER = "spmd_rl.rewards.answers.match:exact"  # the reward of recipes that say none
+
+REFUSED = (
+    Combination({"agent.kind": OFF, "agent.name": ON}, WITHOUT_KIND),
+    Combination({"agent.kind": OFF, "agent.args": ON}, WITHOUT_KIND),
+    Combination(
+        {"agent.kind": other_than("", "tools", "skyrl_gym"), "agent.name": OFF},
+        "{0} needs {1.key}",
+    ),
+    Combination(
+        {"agent.kind": equal("function"), "agent.args": ON},
+        "{1.key} must be empty: a function reads task and its own files",
+    ),
+    Combination(
+        {
+            "agent.learn": other_than("all"),
+            "agent.kind": other_than("function", "command", "verifiers"),
+        },
+        "{0.key} needs {1.key} = function, command or verifiers",
+    ),
+)
+# in a recipe with agents
+RECIPE_REFUSED = (
+    Combination(
+        {"agent.kind": ON, "hooks.generate": ON},
+        "{0.key} and {1.key} both play the episodes: set one of them",
+    ),
+    Combination(
+        {
+            "agent.kind": ON,
+            "agent.deadline_s": compared("no less than", "run.deadline_s", operator.ge),
+            "run.deadline_s": ANY,
+        },
+        "{1.key} = {1.value:g} fails an episode, and {2.key} = {2.value:g} ends the run that waits "
+        "for it: raise {2.key} above it",
+    ),
+    Combination({"agent.kind": ON, "prompts.chat_template": OFF}, "{0} needs {1.key} = true"),
+    Combination(
+        {"agent.kind": ON, "reward": equal(ANSWER)},
+        "{1} compares what the policy says last with the answer. With agent.kind, say so by its "
+        "short name 'exact', or take the rewards of the environment with reward = 'environment'",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -66,18 +120,10 @@ class AgentConfig:
         value = self.deadline_s
         require(0 <= value < math.inf, "deadline_s", value, "0 (none) or more, and finite")
         require(0 <= self.max_failed <= 1, "max_failed", self.max_failed, "0 to 1")
-        if not self.kind and (self.name or self.args):
-            raise ConfigError("agent.name and agent.args need agent.kind")
-        if self.kind not in ("", "tools", "skyrl_gym") and not self.name:
-            raise ConfigError(f"agent.kind = {self.kind!r} needs agent.name")
-        if self.kind == "function" and self.args:
-            raise ConfigError("agent.args must be empty: a function reads task and its own files")
-
         if self.learn not in ("all", "main") and ":" not in self.learn:
             problem = "expected all, main or path/to/file.py:function"
             raise ConfigError(f"agent.learn = {self.learn!r}: {problem}")
-        if self.learn != "all" and self.kind not in ("function", "command", "verifiers"):
-            raise ConfigError("agent.learn needs agent.kind = function, command or verifiers")
+        refuse(REFUSED, {"agent": self})
 
     @property
     def calls_over_http(self) -> bool:
@@ -105,19 +151,7 @@ def agree_with_agent(cfg: AgentRecipe) -> None:
     if not cfg.agent.kind:
         return
     hooks_with_agent(cfg.hooks, cfg.agent)
-    if cfg.agent.deadline_s >= cfg.run.deadline_s:
-        raise ConfigError(
-            f"agent.deadline_s = {cfg.agent.deadline_s:g} fails an episode, and run.deadline_s = "
-            f"{cfg.run.deadline_s:g} ends the run that waits for it: raise run.deadline_s above it"
-        )
-    if not cfg.prompts.chat_template:
-        raise ConfigError(f"agent.kind = {cfg.agent.kind!r} needs prompts.chat_template = true")
-    if cfg.reward == ANSWER:
-        raise ConfigError(
-            f"reward = {ANSWER!r} compares what the policy says last with the answer. "
-            "With agent.kind, say so by its short name 'exact', or take the rewards of the "
-            "environment with reward = 'environment'"
-        )
+    refuse(RECIPE_REFUSED, cfg)
 
 
 def hooks_with_agent(hooks: HookConfig, agent: AgentConfig) -> HookConfig:
@@ -127,8 +161,7 @@ def hooks_with_agent(hooks: HookConfig, agent: AgentConfig) -> HookConfig:
     """
     if not agent.kind:
         return hooks
-    if hooks.generate:
-        raise ConfigError("agent.kind and hooks.generate both play the episodes: set one of them")
+    refuse(RECIPE_REFUSED[:1], {"agent": agent, "hooks": hooks})
     return replace(hooks, generate=PROGRAM, episode_deadline_s=agent.deadline_s)
 
 

@@ -9,12 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.combinations import ON, Combination, refuse
 from spmd_rl.config.rules import at_least, require
-from spmd_rl.errors import ConfigError
 from spmd_rl.observe.metrics_log import read_metrics
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SLICE = re.compile(r"@\[[^]]*\]$")
+
+
+REFUSED = (
+    Combination(
+        {"data": ON, "sets": ON},
+        "{0.key} and {1.key} cannot both be given: put data into a set of its own",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,7 @@ class EvalSettings:
 
     def __post_init__(self) -> None:
         at_least(self, {"every": 0})
-        if self.data and self.sets:
-            raise ConfigError("data and sets cannot both be given: put data into a set of its own")
+        refuse(REFUSED, self)
         for name in self.sets:
             require(
                 _NAME.fullmatch(name) is not None,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spmd_rl.config.combinations import OFF, ON, Combination, refuse
 from spmd_rl.config.rules import require
 from spmd_rl.model.layers.gqa import PROJECTIONS as ATTENTION_PROJECTIONS
 from spmd_rl.model.layers.layer import TensorSpec
@@ -19,8 +20,16 @@ from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
 TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
-MERGED_WITHOUT_RANK = "false without a rank: there is nothing to merge"
-FOLDER_WITHOUT_RANK = "'' without a rank: set rank to `r` of its adapter_config.json"
+REFUSED = (
+    Combination(
+        {"folder": ON, "rank": OFF},
+        "{0}: expected '' without a rank: set rank to `r` of its adapter_config.json",
+    ),
+    Combination(
+        {"merged_push": ON, "rank": OFF},
+        "{0}: expected false without a rank: there is nothing to merge",
+    ),
+)
 A, B = "lora_A", "lora_B"  # the modules of an adapter, whose weights are [rank, in], [out, rank]
 
 
@@ -49,9 +58,7 @@ class LoraConfig:
         expected = f'"{ALL_LINEAR}", or one or more of {", ".join(TARGETS)}'
         are_known = bool(self.targets) and {ALL_LINEAR, *TARGETS}.issuperset(self.targets)
         require(are_known, "targets", self.targets, expected)
-        require(self.rank > 0 or not self.folder, "folder", self.folder, FOLDER_WITHOUT_RANK)
-        is_fine = self.rank > 0 or not self.merged_push
-        require(is_fine, "merged_push", self.merged_push, MERGED_WITHOUT_RANK)
+        refuse(REFUSED, self)
 
     @property
     def projections(self) -> tuple[str, ...]:

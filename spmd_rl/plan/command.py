@@ -6,15 +6,15 @@ import argparse
 import math
 import sys
 from dataclasses import MISSING, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from spmd_rl.config.load import leaves, read_toml
 from spmd_rl.config.schema import default_of
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.plan import combinations, tp_choice
 from spmd_rl.plan import fewest_gpus as fewest
-from spmd_rl.plan import tp_choice
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
 from spmd_rl.plan.savings import Flags, costs, key_of
@@ -28,12 +28,16 @@ USABLE_GIB = {80.0: 79.1, 141.0: 139.8}
 
 
 def main(words: list[str]) -> int:
-    """Run `spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus]
+    """Run `spmd-rl plan --combinations`, which lists settings that do not go together, or
+    `spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus]
     [--config F.toml] [--a.b=c ...]`.
 
     It takes the flags of `spmd-rl run` too: `--world` defaults to the ranks of this machine.
     Raises: PlanError when the split does not fit the world, or the memory the GPU or the host.
     """
+    if "--combinations" in words:
+        print("\n".join(combinations.lines(combinations.sections())))
+        return 0
     options, rest = _parser().parse_known_args(words)
     gpu_bytes = _num_bytes("--gpu-gib", options.gpu_gib)
     host_bytes = _num_bytes("--host-gib", options.host_gib)
@@ -42,7 +46,7 @@ def main(words: list[str]) -> int:
     cfg = recipe.configure(invocation)
     ranks_here: int = invocation.nproc or RunNeeds.of(cfg).nproc or 0
     room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or GPUS_PER_HOST)
-    configure = partial(_configure, recipe, invocation)
+    configure = cache(partial(_configure, recipe, invocation))
     search = fewest.Search(configure, _kept(invocation), room, _report)
     if options.fewest_gpus:
         return _print_fewest(search, options.world)
@@ -171,11 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spmd-rl plan",
         usage="spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus] "
-        "[--config F.toml] [--a.b=c ...]",
+        "[--config F.toml] [--a.b=c ...], or spmd-rl plan --combinations",
         description="Print what a run would be, without a GPU or a rank: which ranks serve which "
         "role, the process groups, what a push of weights moves, and the memory of each role in "
         "each phase.",
-        epilog="--a.b=c is any setting of the run: `spmd-rl run RECIPE --help` lists them.",
+        epilog="--combinations lists which settings do not go together. --a.b=c is any setting of "
+        "the run: `spmd-rl run RECIPE --help` lists them.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="as in `spmd-rl run`")

@@ -18,7 +18,7 @@ from spmd_rl.model.parts.part import most_row_shards
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
-from spmd_rl.plan.axes import check_axes, check_row_shards
+from spmd_rl.plan.axes import check_axes, check_together
 from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import Ledgers, MemoryModel
 from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
@@ -237,7 +237,7 @@ def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
     ranks share one, in a trainer that sums in parts or an engine whose bits are the trainer's, or
     as many as `run.row_shards` says. None are named where this is 1.
 
-    Raises: ConfigError as `check_row_shards`.
+    Raises: ConfigError as `check_together`.
     """
     needs = RunNeeds.of(cfg)
     if needs.split is None:
@@ -246,7 +246,7 @@ def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
         placements = plan_split(needs.split, world_size)
     except PlanError:  # the run itself reports it
         return {}
-    check_row_shards(needs, placements)
+    check_together(needs, placements)
     of_bits = {
         INFER: needs.engine is not None and needs.engine.promises_bits,
         TRAIN: needs.trainer is not None and needs.trainer.backend.sums_in_parts,

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import spmd_rl as rl
+from spmd_rl.config.combinations import refuse
 from spmd_rl.environments.config import agree_with_agent
 from spmd_rl.environments.make import check_agent
 from spmd_rl.recipes import configs
 from spmd_rl.recipes.policy_update import check_pushes, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
-from spmd_rl.rollout.sampler_config import refuse_lag
+from spmd_rl.rollout.sampler_config import ON_POLICY_REFUSED
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,13 @@ class Config(configs.PolicyRecipe):
         refuse_greedy(self.sampling)
         agree_with_agent(self)
         if self.is_on_policy:
-            refuse_lag(self.sampler)
-            refuse_uncorrected_rounds(self)
+            refuse(ON_POLICY_REFUSED, self)
         check_pushes(self)
         _ = self.made_algorithm  # refuses settings that do not fit
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return what the algorithm needs besides a trainer and an engine, for the plan."""
         return extra_roles_of(self)
-
-
-def refuse_uncorrected_rounds(cfg: Config) -> None:
-    """Raise a ConfigError where tokens go on under newer weights as if these had drawn all."""
-    if cfg.sampler.round_tokens and cfg.behaviour == "old" and not cfg.correction.corrects:
-        raise rl.ConfigError(
-            'sampler.round_tokens with behaviour = "old": tokens of earlier steps would pass for '
-            'those of the present weights; set behaviour = "rollout", or a correction.mode'
-        )
 
 
 def check(cfg: Config) -> None:

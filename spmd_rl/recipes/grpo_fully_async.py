@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import spmd_rl as rl
+from spmd_rl.config.combinations import refuse
 from spmd_rl.mesh.split import SeparateSplit
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
-from spmd_rl.rollout.sampler_config import refuse_rounds
+from spmd_rl.rollout.sampler_config import UNPAUSED_REFUSED
 
 __all__ = ["Config", "check", "main"]
 
@@ -35,7 +36,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_rounds(self.sampler)
+        refuse(UNPAUSED_REFUSED, self)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

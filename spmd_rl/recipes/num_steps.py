@@ -8,8 +8,10 @@ from dataclasses import fields
 from typing import Protocol
 
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.config.combinations import refuse
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
+from spmd_rl.plan.combinations import EPOCHS_REFUSED, START_REFUSED
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.recipes.configs import TrainingRecipe
 from spmd_rl.train.config import TrainerConfig, learning_rate
@@ -28,12 +30,11 @@ def check_steps(cfg: TrainingRecipe) -> None:
     """
     fits = 0 <= cfg.epochs < math.inf
     require(fits, "epochs", cfg.epochs, "0 (steps counts) or more, and finite")
-    (default,) = (field.default for field in fields(cfg) if field.name == "steps")
-    is_one = not cfg.epochs or cfg.steps == default
-    require(is_one, "epochs", cfg.epochs, f"0 beside steps = {cfg.steps}: give one of the two")
     at_least(cfg, {"start_step": 0})
-    fits = cfg.epochs > 0 or cfg.start_step < max(cfg.steps, 1)
-    require(fits, "start_step", cfg.start_step, f"less than steps = {cfg.steps}")
+    (default,) = (field.default for field in fields(cfg) if field.name == "steps")
+    is_changed = {"steps": cfg.steps if cfg.steps != default else 0}
+    refuse(EPOCHS_REFUSED, {"epochs": cfg.epochs} | is_changed)
+    refuse(START_REFUSED, cfg)
     if not cfg.epochs:
         check_schedule(cfg, cfg.steps)
 

@@ -17,17 +17,18 @@ from spmd_rl.algo.config import KlConfig
 from spmd_rl.algo.credit import mean_k1
 from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
+from spmd_rl.config.combinations import refuse
 from spmd_rl.config.dump import as_data
-from spmd_rl.config.rules import require
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.environments.failures import refuse_failures
-from spmd_rl.errors import ConfigError, ContractError
+from spmd_rl.errors import ContractError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.mesh.split import Placements, PolicySplit
+from spmd_rl.plan.combinations import BASE_STAYS, REFERENCE_REFUSED
 from spmd_rl.recipes.configs import PolicyRecipe
-from spmd_rl.rollout.build import NO_ADAPTERS
+from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.train.extra_role import REFERENCE, ExtraRole, reference_roles
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
@@ -36,21 +37,14 @@ from spmd_rl.train.value_trainer import Critic
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
-BASE_STAYS = "the reference is the base, which no push replaces"
 MASKED_SHARE = "version/masked_share"
 CRITIC = "critic"  # name of the role, and of its ranks in a split
 
 
 def check_pushes(cfg: PolicyRecipe) -> None:
     """Raise a ConfigError for adapters, or weights in few bits, that a push cannot bring."""
-    trainer, key, every = cfg.trainer, "kl.refresh_every", cfg.kl.refresh_every
-    if trainer.adapted_base and not cfg.engine.takes_adapters:
-        raise ConfigError(NO_ADAPTERS)
-    if trainer.lora.rank:
-        require(every == 0, key, every, f"0 with trainer.lora.rank: {BASE_STAYS}")
-    if trainer.weights != "full":
-        no_codes = "a push to the reference brings no codes"
-        require(every == 0, key, every, f'0 with trainer.weights = "{trainer.weights}": {no_codes}')
+    refuse(kind_of(cfg.engine).refused, {"trainer": {"lora": cfg.trainer.lora}})
+    refuse(REFERENCE_REFUSED, cfg)
 
 
 def extra_roles_of(cfg: PolicyRecipe) -> list[ExtraRole]:

@@ -11,10 +11,12 @@ from typing import ClassVar
 
 import spmd_rl as rl
 from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
-from spmd_rl.check.evaluation import refuse_eval_rewards
+from spmd_rl.config.combinations import refuse
 from spmd_rl.data.render.answer_end import AnswerEnd
 from spmd_rl.environments.make import check_agent
+from spmd_rl.evaluation.config import eval_rewards
 from spmd_rl.model.tokenizer import has_tokenizer
+from spmd_rl.plan.combinations import REWARD_MODEL_REFUSED
 from spmd_rl.recipes import grpo
 
 
@@ -35,9 +37,9 @@ class Config(grpo.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.refuse_sampler(self.sampler, self.hooks)
-        if self.reward:
-            raise rl.ConfigError("reward must be empty: rewards come from reward_model")
-        refuse_eval_rewards(self.eval, "reward_model")
+        refuse(
+            REWARD_MODEL_REFUSED, {"reward": self.reward, "eval.reward": eval_rewards(self.eval)}
+        )
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reward model, and what the algorithm needs, for the plan."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.config.combinations import Combination, refuse
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.model.layers.expert_shares import check_shares
@@ -17,7 +18,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.tp.refusals import check_shared
+from spmd_rl.rollout.refusals import IN_PARTS, NATIVE_REFUSED, SGLANG_REFUSED
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import check_options
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes, shard_boxes
@@ -57,15 +58,17 @@ class EngineSite:
 class EngineKind:
     """A kind of engine. `name` is in sentences, and `advice` for a split with other axes.
 
-    `check_options` raises a ConfigError for settings that do not serve on this host. `build` takes
-    the config and an `EngineSite`. `check_tp` raises a ConfigError for a model that so many ranks
-    cannot share, and `boxes` returns what a rank of so many has of each tensor.
+    `refused` has what does not go together with this engine. `check_options` raises a ConfigError
+    for settings that do not serve on this host. `build` takes the config and an `EngineSite`.
+    `check_tp` raises a ConfigError for a model that so many ranks cannot share, and `boxes` returns
+    what a rank of so many has of each tensor.
     """
 
     config: type
     name: str
     axes: tuple[str, ...]
     advice: str
+    refused: tuple[Combination, ...]
     check_options: Callable[[Any], object]
     build: Callable[[Any, EngineSite], Engine]
     check_tp: Callable[[ModelSpec, int], None]
@@ -84,9 +87,8 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     is_mixture = read_spec(site.model).num_experts > 0
     part = part_of(context, records=cfg.cuda_graphs and not is_mixture)
     row_shards = max(context.row_shards, part.count)
-    if row_shards > 1:
-        at = f"a model that is summed in {row_shards} parts, as split.*.tp or run.row_shards says,"
-        check_shared(cfg.weights, at, site.adapted is not None)
+    settings = {"engine": cfg, "trainer": site.adapted, "run": {"row_shards": row_shards}}
+    refuse(IN_PARTS, settings)
     engine = build(
         cfg,
         site.model,
@@ -137,6 +139,7 @@ NATIVE = EngineKind(
     name="the native engine",
     axes=(*DATA, "tp", "ep"),
     advice="set it to 1",
+    refused=NATIVE_REFUSED,
     check_options=lambda cfg: None,
     build=_build_native,
     check_tp=_check_native_tp,
@@ -147,6 +150,7 @@ SGLANG = EngineKind(
     name="the SGLang engine",
     axes=(*DATA, "tp"),
     advice="set it to 1",
+    refused=SGLANG_REFUSED,
     check_options=check_options,
     build=_build_sglang,
     check_tp=check_sizes,

@@ -5,9 +5,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from spmd_rl.config.combinations import OFF, ON, Combination, above, equal, other_than, refuse
 from spmd_rl.config.rules import at_least, require
-from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.config import HookConfig
+
+ROUNDS = "with round_tokens"
+REFUSED = (
+    Combination(
+        {"tail": other_than("keep"), "max_lag": equal(0), "oversample": equal(1.0)},
+        '{0}: expected "keep" with max_lag = 0 and oversample = 1, where a step needs every group',
+    ),
+    Combination({"round_tokens": ON, "max_lag": equal(0)}, "{1}: expected 1 or more " + ROUNDS),
+    *(
+        Combination(
+            {"round_tokens": ON, "oversample": size},
+            "{1}: expected more than 1, and at most 2, " + ROUNDS,
+        )
+        for size in (equal(1.0), above(2))
+    ),
+    Combination({"round_tokens": ON, "tail": other_than("keep")}, '{1}: expected "keep" ' + ROUNDS),
+)
+# in recipes that are on-policy
+ON_POLICY_REFUSED = (
+    Combination(
+        {"sampler.max_lag": above(0), "sampler.round_tokens": OFF},
+        "{0}: expected 0, because this recipe is on-policy without {1.key} (grpo_fully_async is "
+        "not)",
+    ),
+    # tokens would go on under newer weights as if these had drawn all
+    Combination(
+        {"sampler.round_tokens": ON, "behaviour": equal("old"), "correction.corrects": OFF},
+        '{0.key} with {1.key} = "{1.value}": tokens of earlier steps would pass for those of the '
+        'present weights; set behaviour = "rollout", or a correction.mode',
+    ),
+)
+# in recipes that generate without a pause
+UNPAUSED_REFUSED = (
+    Combination(
+        {"sampler.round_tokens": ON},
+        "{0}: expected 0, because this recipe generates without a pause: samples go on anyhow",
+    ),
+)
+# in recipes that generate without a sampler
+UNSAMPLED_REFUSED = tuple(
+    Combination(
+        {key: ON},
+        "{0.key} is set, but this recipe generates without a sampler: leave it out, or run grpo or "
+        "grpo_fully_async",
+    )
+    for key in ("sampler", "hooks.keep_group")
+)
 
 
 @dataclass(frozen=True)
@@ -37,42 +84,9 @@ class SamplerConfig:
         least = {"max_lag": 0, "max_running": 0, "round_tokens": 0, "max_gen_batches": 0}
         at_least(self, least | {"oversample": 1})
         require(self.oversample <= 100, "oversample", self.oversample, "at most 100")
-        has_more = self.tail == "keep" or self.max_lag > 0 or self.oversample > 1
-        expected = '"keep" with max_lag = 0 and oversample = 1, where a step needs every group'
-        require(has_more, "tail", self.tail, expected)
-        if self.round_tokens:
-            self._check_rounds()
-
-    def _check_rounds(self) -> None:
-        """Raises: ConfigError for settings with which no sample could go on in another step."""
-        why = "with round_tokens"
-        require(self.max_lag >= 1, "max_lag", self.max_lag, f"1 or more {why}")
-        expected = f"more than 1, and at most 2, {why}"
-        require(1 < self.oversample <= 2, "oversample", self.oversample, expected)
-        require(self.tail == "keep", "tail", self.tail, f'"keep" {why}')
-
-
-def refuse_lag(cfg: SamplerConfig) -> None:
-    """Raise a ConfigError where samples may be older than the weights, for on-policy recipes."""
-    expected = "0, because this recipe is on-policy without sampler.round_tokens"
-    is_fresh = cfg.max_lag == 0 or cfg.round_tokens > 0
-    require(is_fresh, "sampler.max_lag", cfg.max_lag, f"{expected} (grpo_fully_async is not)")
-
-
-def refuse_rounds(cfg: SamplerConfig) -> None:
-    """Raise a ConfigError for rounds, for recipes whose engines generate without a pause."""
-    expected = "0, because this recipe generates without a pause: samples go on anyhow"
-    require(cfg.round_tokens == 0, "sampler.round_tokens", cfg.round_tokens, expected)
+        refuse(REFUSED, self)
 
 
 def refuse_sampler(cfg: SamplerConfig, hooks: HookConfig) -> None:
     """Raise a ConfigError where a sampler is set up, for recipes that generate without one."""
-    for name, is_set in (
-        ("sampler", cfg != SamplerConfig()),
-        ("hooks.keep_group", bool(hooks.keep_group)),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"{name} is set, but this recipe generates without a sampler: leave it out, "
-                "or run grpo or grpo_fully_async"
-            )
+    refuse(UNSAMPLED_REFUSED, {"sampler": cfg if cfg != SamplerConfig() else None, "hooks": hooks})

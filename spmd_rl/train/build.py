@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from spmd_rl.config.combinations import refuse
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.axes import size_of
@@ -29,11 +30,7 @@ from spmd_rl.train.fsdp2.backend import Fsdp2
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.fsdp2.sharing import Sharing
 from spmd_rl.train.learner import Learner
-
-NO_VALUE_HEAD = (
-    "lora.rank is set for a model with a value head, which would not be trained: adapters are for "
-    "language models, so set it to 0"
-)
+from spmd_rl.train.refusals import HEAD_REFUSED
 
 
 def build_fsdp2(
@@ -49,8 +46,7 @@ def build_fsdp2(
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder, context)
     check_axes(cfg, context.placement, spec)
-    if cfg.lora.rank and head == "value":
-        raise ConfigError(NO_VALUE_HEAD)
+    refuse(HEAD_REFUSED, {"trainer": cfg, "model": {"head": head}})
     sharing = Sharing.of(context, spec, fsdp2_settings(cfg).ep_dispatcher)
     mesh = context.shards_mesh()
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from spmd_rl.config.combinations import refuse
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.formats import WeightFormat
 from spmd_rl.model.formats.coded_cache import (
+    CACHE_REFUSED,
     FORMATS,
     CacheFormat,
     Exponents,
-    check_cache,
+    check_exponents,
 )
 from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.refusals import REFUSED, REFUSED_IN_FSDP2
 
 # Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, a
 # step of 0.6B on two H100s takes 1.57 times as long.
@@ -26,32 +29,12 @@ WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
 OptimizerKind = Literal["adamw", "muon", "adamw8bit"]
 EpDispatcherKind = Literal["torch", "deep_ep"]
-KIND_TO_OFFLOAD = (
-    "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
-    "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
-)
-KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
-BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
-OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
-BACKEND_OF_CODES = "'fsdp2' with weights in codes: Megatron-core does not compute with them"
-BACKEND_OF_CACHE = (
-    "'fsdp2' with cache = 'e4m3': Megatron-core does not round the keys and values of its attention"
-)
-MERGED_OF_CODES = "false with weights in codes: merged weights would be rounded once more"
-KIND_OF_PARTS = "'adamw' or 'muon' with data_parts: moments in 8 bits depend on a rank's shard"
-BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
-FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
-RECOMPUTE_TO_OFFLOAD = (
-    "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
-    "GPU"
-)
 
 
 @dataclass(frozen=True)
 class Fsdp2Config:
     """Settings of the FSDP2 backend alone."""
 
-    mixtures_beside_engines: ClassVar[bool] = True  # whether an engine has its experts' bits
     sums_in_parts: ClassVar[bool] = True  # as engines whose model ranks share
     # on one shard, each tensor is one piece, which an engine can share
     holds_whole_tensors: ClassVar[bool] = True
@@ -73,8 +56,7 @@ class Fsdp2Config:
     ep_dispatcher: EpDispatcherKind = "torch"
 
     def __post_init__(self) -> None:
-        if self.offload_activations:
-            require(self.recompute != "cheap", "recompute", self.recompute, RECOMPUTE_TO_OFFLOAD)
+        refuse(REFUSED_IN_FSDP2, self)
 
     @property
     def recompute_choices(self) -> Mapping[Recompute, Fsdp2Config]:
@@ -85,9 +67,6 @@ class Fsdp2Config:
             for choice in choices
             if choice != "cheap" or not self.offload_activations
         }
-
-    def check_beside(self, optimizer: str, freeze: Sequence[str], attention_split: int) -> None:
-        """Raise nothing: this backend keeps all settings of a trainer."""
 
     def describe(self) -> str:
         """Return a sentence for the start of a run: none, for the backend that most runs have."""
@@ -190,56 +169,13 @@ class TrainerConfig:
         ):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
-        if self.router_aux_loss_coef:
-            found = self.backend.kind
-            require(found == "fsdp2", "backend.kind", found, BACKEND_OF_BALANCE)
         _require_seed(self.seed)
         are_betas = all(0 <= beta < 1 for beta in self.betas)
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
-        self._check_lora()
-        self._check_parts()
-        if self.weights != "full":
-            backend = self.backend.kind
-            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
-        check_cache(self)
-        if self.cache != "full":
-            backend = self.backend.kind
-            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CACHE)
-        self.backend.check_beside(self.optimizer.kind, self.freeze, self.attention_split)
-        if self.backend.offload != "none":
-            kind = self.optimizer.kind
-            require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
-        if self.schedule != "constant":
-            require(
-                self.total_steps > self.warmup_steps,
-                "total_steps",
-                self.total_steps,
-                f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}', "
-                "such as the steps of the run times minibatches",
-            )
-
-    def _check_lora(self) -> None:
-        """Raise a ConfigError for settings that adapters do not go with."""
-        if self.lora.rank:
-            kind, backend = self.optimizer.kind, self.backend.kind
-            require(kind == "adamw", "optimizer.kind", kind, KIND_OF_LORA)
-            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_LORA)
-            offload = self.backend.offload
-            require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
-            require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
-            is_merged = self.lora.merged_push
-            fits = self.weights == "full" or not is_merged
-            require(fits, "lora.merged_push", is_merged, MERGED_OF_CODES)
-
-    def _check_parts(self) -> None:
-        """Raise a ConfigError for settings that a fixed number of parts does not go with."""
         require(self.data_parts >= 0, "data_parts", self.data_parts, "0 (off) or more")
-        if self.data_parts:
-            kind, backend = self.optimizer.kind, self.backend.kind
-            require(self.deterministic, "deterministic", self.deterministic, "true with data_parts")
-            require(backend == "fsdp2", "backend.kind", backend, "'fsdp2' with data_parts")
-            require(kind != "adamw8bit", "optimizer.kind", kind, KIND_OF_PARTS)
+        check_exponents(self.cache_exponents)
+        refuse(REFUSED, self)
 
     @property
     def adapted_base(self) -> AdaptedBase | None:
@@ -300,7 +236,8 @@ class FrozenConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require_seed(self.seed)
         _require_split(self.attention_split)
-        check_cache(self)
+        check_exponents(self.cache_exponents)
+        refuse(CACHE_REFUSED, self)
 
     def gathers_whole(self, num_bytes: int) -> bool:
         """Return whether a model with `num_bytes` of weights is gathered as one unit."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from spmd_rl.config.combinations import ON, Combination, above, refuse
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements
@@ -17,6 +18,16 @@ from spmd_rl.train.fsdp2.axes import check_axes, check_frozen_axes
 from spmd_rl.train.value_trainer import ValueTrainer
 
 REFERENCE = "reference"  # name of the role, and of its ranks in a split
+# with a model of FSDP2 beside the trainer, whose role is `role`
+ROLES_REFUSED = tuple(
+    Combination(
+        {f"split.train.{axis}": above(1), "role": ON},
+        "{0}: the role '{1.value}' shares these ranks and has no such axis, so set "
+        "split.{1.value}.ranks to ranks of its own",
+        PlanError,
+    )
+    for axis in ("pp", "etp")
+)
 
 
 class SettingsKind(NamedTuple):
@@ -70,13 +81,9 @@ class ExtraRole:
         if self._kind is None:
             return
         placement = self.placement(placements)
-        for axis in ("pp", "etp"):
-            if placement.name != self.name and (size := placement.axes.get(axis, 1)) > 1:
-                raise PlanError(
-                    f"split.{placement.name}.{axis} = {size}: the role '{self.name}' shares these "
-                    f"ranks and has no such axis, so set split.{self.name}.ranks to ranks of its "
-                    "own"
-                )
+        if placement.name != self.name:
+            settings = {"split": {"train": placement.axes}, "role": self.name}
+            refuse(ROLES_REFUSED, settings, placement.name)
         spec = read_spec(self.model) if self.model else None
         self._kind.check_axes(self.cfg, placement, spec)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spmd_rl.config.combinations import Combination
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.read import read_spec
@@ -17,8 +18,9 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, megatron_settings
 from spmd_rl.train.cost.memory import dtype_on_gpu, fsdp2_memory
 from spmd_rl.train.fsdp2.axes import check_axes
-from spmd_rl.train.megatron.config import MegatronConfig, check_layout
+from spmd_rl.train.megatron.config import REFUSED, MegatronConfig, check_layout
 from spmd_rl.train.megatron.memory import megatron_memory
+from spmd_rl.train.refusals import AXES_REFUSED
 
 if TYPE_CHECKING:
     from spmd_rl.mesh.role_context import RoleContext
@@ -30,12 +32,13 @@ if TYPE_CHECKING:
 class BackendKind:
     """A kind of backend, as functions of a trainer's config.
 
-    `check_axes` raises a ConfigError or PlanError for axes that the backend or the model in a
-    folder ("": not known) does not have. `memory` returns what a rank takes, and
-    `build` is called by all ranks of the role.
+    `refused` has what does not go together with this backend. `check_axes` raises a ConfigError or
+    PlanError for axes that the backend or the model in a folder ("": not known) does not have.
+    `memory` returns what a rank takes, and `build` is called by all ranks of the role.
     """
 
     config: type
+    refused: tuple[Combination, ...]
     check_axes: Callable[[TrainerConfig, Placement, str], None]
     memory: Callable[[ModelSpec, TrainerConfig, Placement, Head], Sequence[TagBytes]]
     build: Callable[[TrainerConfig, str, RoleContext, Head, RoleMemory], Learner]
@@ -79,8 +82,10 @@ def _build_megatron(
     return build_megatron(cfg, folder, context, memory)
 
 
-FSDP2 = BackendKind(Fsdp2Config, _check_fsdp2_axes, fsdp2_memory, _build_fsdp2)
-MEGATRON = BackendKind(MegatronConfig, _check_megatron_axes, _megatron_memory, _build_megatron)
+FSDP2 = BackendKind(Fsdp2Config, AXES_REFUSED, _check_fsdp2_axes, fsdp2_memory, _build_fsdp2)
+MEGATRON = BackendKind(
+    MegatronConfig, REFUSED, _check_megatron_axes, _megatron_memory, _build_megatron
+)
 KINDS = (FSDP2, MEGATRON)
 
 

@@ -33,7 +33,7 @@ PRELOADED = [
     *("spmd_rl.cli.command", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
     *("spmd_rl.cli.launcher", "spmd_rl.controller.lifecycle.forked_ranks"),
     *("spmd_rl.controller.worker_process", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
-    *("spmd_rl.check.engine", "spmd_rl.check.evaluation", "spmd_rl.hooks.child.main"),
+    *("spmd_rl.check.engine", "spmd_rl.check.inputs", "spmd_rl.hooks.child.main"),
     *("spmd_rl.controller.run.controller_main", "spmd_rl.config.defaults", "spmd_rl.report.build"),
     *("spmd_rl.recipes.policy_run", "spmd_rl.recipes.policy_update", "spmd_rl.recipes.num_steps"),
     *("spmd_rl.recipes.grpo", "spmd_rl.recipes.grpo_async", "spmd_rl.recipes.grpo_fully_async"),

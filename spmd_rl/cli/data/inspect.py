@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.check.golds import check_golds
-from spmd_rl.check.inputs import check_record
+from spmd_rl.check.inputs import check_golds, check_record
 from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.cli.data.problems import RefusedRecord, problem_of
 from spmd_rl.cli.data.view import View

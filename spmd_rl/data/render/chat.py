@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from spmd_rl.config.combinations import OFF, ON, Combination, refuse
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.render.messages import (
     Message,
@@ -39,10 +40,7 @@ class ChatFormat:
     system_key: str = ""  # a record's own system prompt, which goes before the one for all
 
     def __post_init__(self) -> None:
-        if not self.chat_template:
-            for name in ("template_kwargs", "template_kwargs_key", "system", "system_key"):
-                if getattr(self, name):
-                    raise ConfigError(f"prompts.{name} needs prompts.chat_template = true")
+        refuse(REFUSED, self)
         if given := sorted(GIVEN & self.template_kwargs.keys()):
             raise ConfigError(f"prompts.template_kwargs cannot have {given[0]!r}")
         if problem := misread(self.template_kwargs):
@@ -55,6 +53,14 @@ class ChatFormat:
             return {self.prompt_key}
         keys = {self.prompt_key, self.template_kwargs_key, self.tools_key, self.system_key}
         return keys - {""}
+
+
+REFUSED = tuple(
+    Combination(
+        {name: ON, "chat_template": OFF}, "prompts.{0.key} needs prompts.chat_template = true"
+    )
+    for name in ("template_kwargs", "template_kwargs_key", "system", "system_key")
+)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from spmd_rl.config.combinations import Combination, other_than
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.formats import WeightFormat
@@ -14,6 +15,12 @@ CacheFormat = Literal["full", "e4m3"]
 Exponents = tuple[int, int]  # of two: the scales of keys, and of values
 MOST_EXPONENT = 32
 FORMATS = ("weights", "cache", "cache_exponents")  # settings that engine and trainer share
+CACHE_REFUSED = (
+    Combination(
+        {"cache_exponents": other_than((0, 0)), "cache": other_than("e4m3")},
+        "{0}: expected (0, 0) without cache = 'e4m3': other keys and values have no scales",
+    ),
+)
 OTHER_ARRAYS = (
     'cache = "e4m3" is for layers that keep keys and values, and this model has layers that keep '
     'other arrays: set engine.cache and trainer.cache to "full"'
@@ -33,40 +40,11 @@ class Formats(Protocol):
     def cache_exponents(self) -> Exponents: ...
 
 
-class EngineFormats(Formats, Protocol):
-    """Those of an engine."""
-
-    @property
-    def kind(self) -> str: ...
-
-
-def check_alike(engine: EngineFormats, trainer: Formats) -> None:
-    """Raise a ConfigError where trainer and engine compute with different formats of weights, or of
-    keys and values.
-    """
-    for name in FORMATS:
-        asked, found = getattr(trainer, name), getattr(engine, name)
-        if asked == found:
-            continue
-        if engine.kind == "sglang":
-            raise ConfigError(
-                f'trainer.{name} = {asked!r} is for engine.kind = "native": SGLang has its '
-                f"weights, keys and values in bfloat16 here; set trainer.{name} = {found!r}"
-            )
-        raise ConfigError(
-            f"engine.{name} = {found!r} and trainer.{name} = {asked!r} are different formats, "
-            "whose log-probs differ: set both alike"
-        )
-
-
-def check_cache(cfg: Formats) -> None:
-    """Raise a ConfigError for scales that are too large or too small, or of no codes."""
-    found, is_coded = cfg.cache_exponents, cfg.cache == "e4m3"
-    fits = all(abs(one) <= MOST_EXPONENT for one in found)
+def check_exponents(exponents: Exponents) -> None:
+    """Raise a ConfigError for scales that are too large or too small."""
+    fits = all(abs(exponent) <= MOST_EXPONENT for exponent in exponents)
     expected = f"two exponents from -{MOST_EXPONENT} to {MOST_EXPONENT}"
-    require(fits, "cache_exponents", found, expected)
-    expected = "(0, 0) without cache = 'e4m3': other keys and values have no scales"
-    require(is_coded or not any(found), "cache_exponents", found, expected)
+    require(fits, "cache_exponents", exponents, expected)
 
 
 def kv_exponents(cfg: Formats) -> Exponents | None:

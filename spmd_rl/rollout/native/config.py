@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from spmd_rl.config.combinations import ON, Combination, compared, refuse
 from spmd_rl.config.rules import require
 from spmd_rl.model.formats import WeightFormat
-from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents, check_cache
+from spmd_rl.model.formats.coded_cache import (
+    CACHE_REFUSED,
+    CacheFormat,
+    Exponents,
+    check_exponents,
+)
 from spmd_rl.offload.ledger import TagBytes
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
+STEP_TOKENS = "0 (automatic), or at least max_batch"
+REFUSED = (
+    *CACHE_REFUSED,
+    Combination(
+        {"max_batch": compared("above", "max_step_tokens", operator.gt), "max_step_tokens": ON},
+        "{1}: expected " + STEP_TOKENS,
+    ),
+)
 GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
@@ -20,8 +35,6 @@ class NativeEngineConfig:
     """The native engine: its memory, and how much it does in a step."""
 
     promises_bits: ClassVar[bool] = True  # its log-probs are the trainer's, to the bit
-    takes_corrections: ClassVar[bool] = True  # of a mixture's routers, which stay float32
-    takes_adapters: ClassVar[bool] = True  # a push may bring adapters alone
     returns_kept_sets: ClassVar[bool] = True  # as SamplingConfig.replay_filters says
     sleep_weights: ClassVar[bool] = True  # its weights too are given back while it sleeps
 
@@ -66,12 +79,11 @@ class NativeEngineConfig:
 
     def __post_init__(self) -> None:
         self._check_pages()
-        check_cache(self)
+        check_exponents(self.cache_exponents)
+        refuse(REFUSED, self)
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
         require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        fits = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
-        expected = "0 (automatic), or at least max_batch"
-        require(fits, "max_step_tokens", self.max_step_tokens, expected)
+        require(self.max_step_tokens >= 0, "max_step_tokens", self.max_step_tokens, STEP_TOKENS)
         fits = 0 <= self.max_prefill_ms < math.inf
         require(fits, "max_prefill_ms", self.max_prefill_ms, "0 (no limit) or more, and finite")
         fits = self.dtype in ("auto", "float32", "bfloat16")

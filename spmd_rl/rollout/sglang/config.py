@@ -21,11 +21,9 @@ class SglangEngineConfig:
     """The SGLang engine: one scheduler in a child process of each rank (docs/sglang.md)."""
 
     promises_bits: ClassVar[bool] = False  # SGLang's kernels are not the trainer's
-    takes_corrections: ClassVar[bool] = False  # of a mixture's routers, which stay float32
     weights: ClassVar[WeightFormat] = "full"  # a push brings them in `dtype`
     cache: ClassVar[CacheFormat] = "full"
     cache_exponents: ClassVar[Exponents] = (0, 0)
-    takes_adapters: ClassVar[bool] = False  # a push brings whole weights
     maps_peers: ClassVar[bool] = False  # the memory of a child's ranks is SGLang's own
     returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
     # SGLang sizes its own pages and steps; the plan counts keys and values by the token

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from spmd_rl.config.combinations import OFF, ON, Combination, above, equal, refuse
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.axes import MODEL, size_of
 from spmd_rl.model.families.megatron_layers import require_known
 from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.spec import ModelSpec
 
 KEY = "trainer.backend"
+OTHER_SUMS = (
+    "transformer-engine's layers do not sum products as ranks that share a native engine do: set "
+    "trainer.backend.layers = 'local'"
+)
 Layers = Literal["local", "transformer_engine"]
-KIND_OF_MEGATRON = "'adamw' with backend.kind = 'megatron': the others are built for 'fsdp2' alone"
-FREEZE_OF_MEGATRON = "() with backend.kind = 'megatron': 'fsdp2' can freeze parameters"
-SPLIT_OF_MEGATRON = "0 with backend.kind = 'megatron': 'fsdp2' has it"
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
     """Settings of the Megatron-core backend alone (docs/megatron.md)."""
 
-    mixtures_beside_engines: ClassVar[bool] = False  # no engine has its experts' bits
     holds_whole_tensors: ClassVar[bool] = False  # it fuses them
     sends_along: ClassVar[tuple[str, ...]] = ()  # its connections are not counted
     wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
@@ -61,12 +63,6 @@ class MegatronConfig:
     def recompute_choices(self) -> Mapping[Recompute, MegatronConfig]:
         """The config with each choice of FSDP2's recomputation: it has none of them."""
         return {}
-
-    def check_beside(self, optimizer: str, freeze: Sequence[str], attention_split: int) -> None:
-        """Raise a ConfigError for settings of the trainer that this backend does not keep."""
-        require(optimizer == "adamw", "optimizer.kind", optimizer, KIND_OF_MEGATRON)
-        require(not freeze, "freeze", freeze, FREEZE_OF_MEGATRON)
-        require(attention_split == 0, "attention_split", attention_split, SPLIT_OF_MEGATRON)
 
     def describe(self) -> str:
         """Return a sentence for the start of a run."""
@@ -146,14 +142,80 @@ OWNED: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# what does not go together with this backend, with tables of a run as keys
+REFUSED = (
+    Combination(
+        {f"{KEY}.sequence_parallel": ON, "split.train.tp": equal(1)},
+        "{0.key} needs tensor parallelism: set {1.key}",
+    ),
+    Combination(
+        {f"{KEY}.chunks": above(1), "split.train.pp": equal(1)},
+        "{0} needs a pipeline: set {1.key}",
+    ),
+    Combination(
+        {
+            "split.train.pp": above(1),
+            f"{KEY}.distributed_optimizer": ON,
+            "model.tie_embeddings": ON,
+        },
+        "{0} with tied embeddings needs {1.key} = false: the two stages that hold the embedding "
+        "would shard its state differently",
+    ),
+    Combination(
+        {"split.train.etp": above(1), f"{KEY}.ep_dispatcher": equal("deep_ep")},
+        '{0} does not go with {1.key} = "{1.value}": set it to "torch"',
+    ),
+    Combination(
+        {f"{KEY}.ep_dispatcher": equal("deep_ep"), "split.train.ep": equal(1)},
+        '{0.key} = "{0.value}" needs expert parallelism: set {1.key}',
+    ),
+    Combination(
+        {
+            "split.train.tp": above(1),
+            f"{KEY}.sequence_parallel": OFF,
+            "model.num_experts": above(0),
+        },
+        "{0} with experts needs {1.key} = true",
+    ),
+    Combination(
+        {
+            f"{KEY}.layers": equal("transformer_engine"),
+            "split.infer.tp": above(1),
+            "engine.kind": equal("native"),
+        },
+        "{1}: " + OTHER_SUMS,
+    ),
+    Combination(
+        {f"{KEY}.layers": equal("transformer_engine"), "run.row_shards": above(1)},
+        "{1}: " + OTHER_SUMS,
+    ),
+    Combination(
+        {
+            f"{KEY}.kind": equal("megatron"),
+            "model.num_experts": above(0),
+            "engine.kind": ON,
+            "model": ON,
+        },
+        "{3.value} is a mixture of experts, which {0.value!r} trains only in recipes without an "
+        "engine, such as sft: set {0.key} = 'fsdp2'",
+    ),
+)
+
+
 def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, role: str) -> None:
     """Raise a ConfigError, one sentence, if a model cannot be cut along these axes."""
     at = f"split.{role}"
     require_known(spec.distinct_blocks())
+    settings = {
+        "trainer": {"backend": cfg},
+        "split": {"train": {axis: size_of(axes, axis) for axis in MODEL}},
+        "model": spec,
+    }
+    refuse(REFUSED, settings, role)
     _check_tensors(spec, axes.get("tp", 1), cfg, at)
     _check_sequences(spec, axes, cfg, at)
     _check_stages(spec, axes.get("pp", 1), cfg, at)
-    _check_experts(spec, axes, cfg, at)
+    _check_experts(spec, axes, at)
 
 
 def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> None:
@@ -164,8 +226,6 @@ def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> No
         raise ConfigError(
             f"{at}.tp = {tp} leaves ranks without a token of the vocabulary of {spec.vocab_size}"
         )
-    if cfg.sequence_parallel and tp == 1:
-        raise ConfigError(f"{KEY}.sequence_parallel needs tensor parallelism: set {at}.tp")
 
 
 def _check_sequences(
@@ -186,26 +246,13 @@ def _check_sequences(
 def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> None:
     if pp > spec.num_layers:
         raise ConfigError(f"{at}.pp = {pp} is more than the model's {spec.num_layers} layers")
-    if cfg.chunks > 1 and pp == 1:
-        raise ConfigError(f"{KEY}.chunks = {cfg.chunks} needs a pipeline: set {at}.pp")
     if spec.num_layers % (pp * cfg.chunks):
         stages = f"{at}.pp = {pp}" + (f" x {KEY}.chunks = {cfg.chunks}" if cfg.chunks > 1 else "")
         raise ConfigError(f"{stages} does not divide the model's {spec.num_layers} layers")
-    if spec.tie_embeddings and pp > 1 and cfg.distributed_optimizer:
-        raise ConfigError(
-            f"{at}.pp = {pp} with tied embeddings needs {KEY}.distributed_optimizer = false: "
-            "the two stages that hold the embedding would shard its state differently"
-        )
 
 
-def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str) -> None:
-    tp, ep, etp = (axes.get(axis, 1) for axis in ("tp", "ep", "etp"))
-    if cfg.ep_dispatcher == "deep_ep" and etp > 1:
-        raise ConfigError(
-            f'{at}.etp = {etp} does not go with {KEY}.ep_dispatcher = "deep_ep": set it to "torch"'
-        )
-    if cfg.ep_dispatcher == "deep_ep" and ep == 1:
-        raise ConfigError(f'{KEY}.ep_dispatcher = "deep_ep" needs expert parallelism: set {at}.ep')
+def _check_experts(spec: ModelSpec, axes: Mapping[str, int], at: str) -> None:
+    ep, etp = axes.get("ep", 1), axes.get("etp", 1)
     if not spec.num_experts:
         for axis, size in (("ep", ep), ("etp", etp)):
             if size > 1:
@@ -216,5 +263,3 @@ def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig
             one.cut.check(etp, f"{at}.etp = {etp}")
     if spec.num_experts % ep:
         raise ConfigError(f"{at}.ep = {ep} does not divide the model's {spec.num_experts} experts")
-    if tp > 1 and not cfg.sequence_parallel:
-        raise ConfigError(f"{at}.tp = {tp} with experts needs {KEY}.sequence_parallel = true")

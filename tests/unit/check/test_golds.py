@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.check import inputs
-from spmd_rl.check.evaluation import check_evaluation
-from spmd_rl.check.inputs import check_inputs
+from spmd_rl.check.inputs import check_evaluation, check_inputs
 from spmd_rl.cli.data.command import main
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.check.evaluation import check_evaluation
+from spmd_rl.check.inputs import check_evaluation
 from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.recipes import evaluate, grpo, rlhf

@@ -11,7 +11,7 @@ from spmd_rl.kernels.moe import deep_ep_buffer
 from spmd_rl.kernels.moe.deep_ep_buffer import VERSION, check_deep_ep
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
-from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
+from spmd_rl.train.fsdp2.axes import check_axes
 from tests.specs import dense_spec, with_experts
 
 DENSE = dense_spec("qwen3", vocab=50, hidden=32, inner=20, layers=2, heads=(4, 2, 8), positions=64)
@@ -20,7 +20,7 @@ MIXTURE = with_experts(DENSE, 6, 2, 20)
 
 def check(cfg: TrainerConfig, spec: Any = MIXTURE, world: int = 4, **axes: int) -> None:
     placement = plan_split({"train": RoleSplit(**axes)}, world).train
-    check_expert_axis(cfg, placement, spec)
+    check_axes(cfg, placement, spec)
 
 
 def test_experts_are_shared_beside_shards_and_copies() -> None:

@@ -16,7 +16,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
 from spmd_rl.train.cost.memory import step_sizes
-from spmd_rl.train.cost.tensor_memory import own_shapes, unit_sizes
+from spmd_rl.train.cost.parts import of_layers, own_shapes
 from spmd_rl.train.fsdp2.axes import check_axes
 from tests.specs import dense_spec, with_experts
 
@@ -77,8 +77,7 @@ def test_a_rank_has_the_weights_that_are_counted(tp: int, tied: bool) -> None:
         model = CausalLM(spec, part=ModelPart(0, tp, trains=True))
     held = {name: tuple(one.shape) for name, one in model.named_parameters()}
     assert own_shapes(spec, "lm", tp) == held
-    _, layers, rest = unit_sizes(spec, "lm", tp)
-    assert layers + rest == sum(map(prod, held.values()))
+    assert of_layers(spec, "lm", tp).all == sum(map(prod, held.values()))
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
