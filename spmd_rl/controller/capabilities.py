@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spmd_rl.controller.contracts import Contract
@@ -173,6 +174,7 @@ CAPABILITIES: tuple[type, ...] = (
 )
 
 
+@cache
 def capabilities(role: type[Role]) -> frozenset[type]:
     """Return the capabilities that a role's class has.
 
