@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from spmd_rl.model.formats.coded_weights import coded_sizes
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
@@ -141,13 +143,7 @@ def one_shot_s(size: int, tp: int) -> float:
     """Return the time in which each of `tp` ranks reads the parts of all: `size` bytes, at most
     1 MiB. Between the sizes of the table it rises evenly.
     """
-    seconds = ONE_SHOT_S[tp]
-    above = next(i for i, known in enumerate(PART_BYTES) if size <= known)
-    if above == 0:
-        return seconds[0]
-    low, high = PART_BYTES[above - 1], PART_BYTES[above]
-    share = (size - low) / (high - low)
-    return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
+    return float(np.interp(size, PART_BYTES, ONE_SHOT_S[tp]))
 
 
 def _read_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:

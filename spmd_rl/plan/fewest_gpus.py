@@ -147,8 +147,8 @@ class Search:
         needs = RunNeeds.of(self.configure(()))
         if needs.trainer is None or key_of(MICRO_BATCH) in self.kept:
             return [()]
-        longest = -(-longest_sequence(needs) // _num_sharing(needs))
-        return smaller_batches(needs.trainer.max_tokens, max(LEAST_MICRO_BATCH, longest))
+        least = max(LEAST_MICRO_BATCH, _longest_share(needs))
+        return smaller_batches(needs.trainer.max_tokens, least)
 
     def _attempt(self, flags: Flags, world_size: int, may_wait: bool) -> Attempt | None:
         """Return an attempt; None where the flags are refused. Without `may_wait` it does not fit
@@ -252,7 +252,7 @@ def why_none(tried: list[Attempt], room: Room) -> str:
 
 def _with_longest(needs: RunNeeds) -> Flags:
     """Return the flags with which micro-batches are counted with room for the longest sequence."""
-    longest = -(-longest_sequence(needs) // _num_sharing(needs))
+    longest = _longest_share(needs)
     if needs.trainer is None or needs.trainer.max_tokens >= longest:
         return ()
     return (MICRO_BATCH.format(longest),)
@@ -274,11 +274,12 @@ def _is_left_out(cfg: object, needs: RunNeeds, flags: Flags) -> bool:
     return is_exact and not has_bits
 
 
-def _num_sharing(needs: RunNeeds) -> int:
-    """Return how many ranks of FSDP2 share the tokens of a sequence."""
+def _longest_share(needs: RunNeeds) -> int:
+    """Return the tokens that a rank has of the longest sequence, which FSDP2 may share."""
     train = getattr(needs.split, TRAIN, None)
     is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
-    return train.cp if is_fsdp2 and isinstance(train, RoleSplit) else 1
+    num_sharing = train.cp if is_fsdp2 and isinstance(train, RoleSplit) else 1
+    return -(-longest_sequence(needs) // num_sharing)
 
 
 def _needs_one_shard(needs: RunNeeds) -> bool:

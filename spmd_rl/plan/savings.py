@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, product
 
-from spmd_rl.plan.recompute import EXTRA_OPERATIONS
+from spmd_rl.model.layers.layer import Recompute
 
 Flags = tuple[str, ...]
+# Of the operations of a step, two of six are the forward pass, which "all" does again. "cheap"
+# repeats no matrix product, and elementwise operations are too few to count.
+EXTRA_OPERATIONS: dict[Recompute, float] = {"none": 0.0, "cheap": 0.0, "all": 2 / 6}
 LEAST_MICRO_BATCH = 4096  # tokens; a smaller one makes matrices too small to be computed fast
 CHEAP, ALL = (f"--trainer.backend.recompute={choice}" for choice in ("cheap", "all"))
 WRAP = "--trainer.backend.wrap=layer"

@@ -45,10 +45,6 @@ class SleepDecision:
     copied_bytes: int = 0
     host_problem: str = ""
 
-    def phases(self, model: MemoryModel) -> Phases:
-        """Return the recipe's phases with everything awake that does not sleep."""
-        return effective_phases(model, self.sleeping)
-
 
 def choose_sleep(model: MemoryModel, need: Need) -> SleepDecision:
     """Return the least costly set of tags with which every phase fits; all of them if none does.

@@ -16,6 +16,7 @@ from spmd_rl.model.formats.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import GPUS_PER_HOST, planned_settings, resolve, row_shards
+from spmd_rl.plan.sleep import effective_phases
 
 
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
@@ -78,7 +79,9 @@ def sleep_policy(
         raise PlanError(plan.sleep.host_problem)
     if not any(plan.sleep.sleeping.values()):
         return awake, plan.sleep.sentence
-    chosen = SleepPolicy(phases=plan.sleep.phases(plan.memory), host_bytes=offload.host_bytes)
+    chosen = SleepPolicy(
+        phases=effective_phases(plan.memory, plan.sleep.sleeping), host_bytes=offload.host_bytes
+    )
     return chosen, plan.sleep.sentence
 
 

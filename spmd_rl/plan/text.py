@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import Head
 from spmd_rl.offload.ledger import Entry, Ledger, as_size
 from spmd_rl.plan.needs import TRAIN
 from spmd_rl.plan.push import Push
-from spmd_rl.plan.recompute import recompute_rows
 from spmd_rl.plan.resolve import RunPlan
+from spmd_rl.plan.savings import EXTRA_OPERATIONS
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.cost.memory import step_sizes
 
 MAX_ROWS = 8  # of a list; the rest is counted
 
@@ -131,15 +135,21 @@ def _host_table(ledger: Ledger) -> Iterator[str]:
 
 
 def _recompute(plan: RunPlan) -> Iterator[str]:
+    """Yield a row for each choice that the trainer's backend has beside its other settings: the
+    bytes of activations at their peak, and the share of operations added.
+    """
     train = next((role for role in plan.roles if role.name == TRAIN), None)
     if train is None or plan.spec is None:
         return
-    rows = list(recompute_rows(plan.spec, train))
-    if rows:
+    cfg: TrainerConfig = train.cfg
+    if choices := cfg.backend.recompute_choices:
         yield f"{'trainer.backend.recompute':30}{'activations':>14}{'more operations':>18}"
-    for row in rows:
-        mark = "*" if row.is_chosen else " "
-        yield f"{mark} {row.choice:28}{as_size(row.num_bytes):>14}{f'{row.extra:.0%}':>18}"
+    head: Head = getattr(train.role, "HEAD", "lm")
+    for choice, backend in choices.items():
+        sizes = step_sizes(plan.spec, replace(cfg, backend=backend), train.placement, head)
+        mark = "*" if backend == cfg.backend else " "
+        peak, extra = as_size(sizes.activations.peak), f"{EXTRA_OPERATIONS[choice]:.0%}"
+        yield f"{mark} {choice:28}{peak:>14}{extra:>18}"
 
 
 def _axes_text(placement: Placement) -> str:
