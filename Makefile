@@ -4,7 +4,7 @@
 # make test-agents   environments of packages that are no dependencies, and SDKs of others: about 20 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # make api    the API reference as HTML, into build/api
-# make settings   docs/settings.md, from the configs of the recipes
+# make settings   docs/settings.md and docs/combinations.md, from the configs and their rows
 # All install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -63,6 +63,7 @@ api: $(VENV)/.docs
 
 settings: $(VENV)/.dev
 	$(BIN)/python -m docs.build_settings
+	$(BIN)/python -m docs.build_combinations
 
 # A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
 $(VENV)/.demo: setup.py constraints.txt

@@ -145,6 +145,19 @@ AXES_REFUSED = (
         )
     ),
     Combination(
+        {"trainer.deterministic": ON, "split.train.dp": above(1)},
+        "{0.key}: gradients of {1.value} replicas are summed in an order of NCCL's or gloo's own; "
+        "set {1.key} = 1",
+    ),
+    *(
+        Combination(
+            {"trainer.backend.offload": equal("master"), f"split.train.{axis}": above(1)},
+            "{0} needs one shard, and there are {1.value}: with more, weights are gathered from "
+            "the master weights in each step, so they must be awake; set it to 'moments'",
+        )
+        for axis in ("fsdp", "cp")
+    ),
+    Combination(
         {"run.row_shards": above(1), "trainer.weights": other_than("full")},
         "{0} does not go with {1}, whose products have one part: set it to 'full'",
     ),

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
-from spmd_rl.errors import ConfigError
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.formats import FORMATS
 from spmd_rl.model.formats.coded_cache import kv_exponents
@@ -74,13 +73,12 @@ class Fsdp2(ShardedModel):
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
-            require_deterministic(device, dtype, head_size(spec), mesh.size(0))
+            require_deterministic(device, dtype, head_size(spec))
         self._memory = memory = memory or RoleMemory(None, device)
         settings = fsdp2_settings(cfg)
         self._offload = settings.offload
         self.balances = has_balance(spec, cfg)
         self._is_adamw = cfg.optimizer.kind == "adamw"
-        _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head, sharing.part)
         self._activations = keep_less(scorer.model, settings, device, memory)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
@@ -289,16 +287,6 @@ class Fsdp2(ShardedModel):
 
 def _square_norm(gradients: Sequence[Tensor]) -> float:
     return float(nn.utils.get_total_norm(gradients)) ** 2
-
-
-def _require_one_shard(offload: str, num_shards: int) -> None:
-    """Raise a ConfigError if master weights of more than one shard are to sleep."""
-    if offload == "master" and num_shards > 1:
-        raise ConfigError(
-            f"trainer.backend.offload = 'master' needs one shard, and there are {num_shards}: with "
-            "more, weights are gathered from the master weights in each step, so they must be "
-            "awake; set it to 'moments'"
-        )
 
 
 def _tag(cfg: TrainerConfig, is_base: bool) -> str:

@@ -26,18 +26,11 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 
 
-def require_deterministic(
-    device: torch.device, dtype: torch.dtype, head_size: int, num_replicas: int
-) -> None:
+def require_deterministic(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
     """Check that every sum has a fixed order, and fix cuBLAS's workspace before its first GEMM.
 
     Raises: ConfigError with the setting to change.
     """
-    if num_replicas > 1:
-        raise ConfigError(
-            f"trainer.deterministic: gradients of {num_replicas} replicas are summed in an order "
-            "of NCCL's or gloo's own; set split.train.dp = 1"
-        )
     if device.type != "cuda":
         return
     if not attention_backend(head_size, dtype, device).has_deterministic_backward:

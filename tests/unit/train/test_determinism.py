@@ -8,6 +8,9 @@ import torch
 from spmd_rl.algo.losses import LossInput, grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention import backend
+from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.fsdp2.axes import check_axes
 from spmd_rl.train.fsdp2.determinism import WORKSPACE, deterministic, require_deterministic
 from tests.dist.train_case import local_weights, make_batch
 
@@ -52,17 +55,22 @@ def test_torch_is_left_as_it_was() -> None:
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
+def placed(**axes: int) -> Placement:
+    return plan_split({"train": RoleSplit(**axes)}, 2).train
+
+
 def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_deterministic(CPU, torch.float32, 10, 1)
+    require_deterministic(CPU, torch.float32, 10)
     with pytest.raises(ConfigError, match="gradients of 2 replicas"):
-        require_deterministic(CPU, torch.float32, 10, 2)
+        check_axes(TrainerConfig(deterministic=True), placed(dp=2), None)
+    check_axes(TrainerConfig(deterministic=True), placed(dp=1), None)
     with pytest.raises(ConfigError, match="not float32 and 64"):
-        require_deterministic(CUDA, torch.float32, 64, 1)
+        require_deterministic(CUDA, torch.float32, 64)
     monkeypatch.setattr(backend, "flash_supports", lambda *given: True)
     monkeypatch.setenv(WORKSPACE, ":0:0")
     with pytest.raises(
         ConfigError, match="CUBLAS_WORKSPACE_CONFIG is :0:0, but must be :4096:8 or :16:8"
     ):
-        require_deterministic(CUDA, torch.bfloat16, 64, 1)
+        require_deterministic(CUDA, torch.bfloat16, 64)
     monkeypatch.delenv(WORKSPACE)
-    require_deterministic(CUDA, torch.bfloat16, 64, 1)
+    require_deterministic(CUDA, torch.bfloat16, 64)
