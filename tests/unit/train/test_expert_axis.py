@@ -40,7 +40,7 @@ def test_experts_are_shared_beside_shards_and_copies() -> None:
     ],
 )
 def test_a_setting_that_does_not_go_with_it_is_named(cfg: dict[str, Any], sentence: str) -> None:
-    check(TrainerConfig(**cfg))
+    check(TrainerConfig(**cfg), world=1)
     with pytest.raises(ConfigError, match=f"split.train.ep = 2 does not go with {sentence}"):
         check(TrainerConfig(**cfg), ep=2)
 
