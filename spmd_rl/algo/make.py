@@ -67,8 +67,8 @@ def _with_mean_one(cfg: CorrectionConfig, algorithm: Algorithm) -> Algorithm:
 
 def _with_penalty(cfg: PolicyConfig, algorithm: Algorithm) -> Algorithm:
     """Return the algorithm with the penalty on long answers. Raises: ConfigError."""
-    limit = algorithm.max_response_tokens
-    refuse([LONG_BUFFER], {"overlong": cfg.overlong, "sampling": {"max_tokens": limit or 0}})
+    limit = algorithm.max_response_tokens or 0
+    refuse([LONG_BUFFER], {"overlong": cfg.overlong, "sampling.max_tokens": limit})
     shape = partial(
         with_overlong_penalty,
         max_response_tokens=limit,

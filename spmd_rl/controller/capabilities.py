@@ -174,13 +174,18 @@ CAPABILITIES: tuple[type, ...] = (
 )
 
 
-@cache
 def capabilities(role: type[Role]) -> frozenset[type]:
     """Return the capabilities that a role's class has.
 
     Raises: ConfigError naming a method that the class lacks although it has others of the same
     capability, or one that the controller cannot call.
     """
+    as_key: Any = role  # mypy takes no class for hashable
+    return _capabilities(as_key)
+
+
+@cache
+def _capabilities(role: type[Role]) -> frozenset[type]:
     return frozenset(protocol for protocol in CAPABILITIES if _has(role, protocol))
 
 
