@@ -156,6 +156,8 @@ class Search:
         """
         try:
             needs = RunNeeds.of(self.configure(flags))
+            if world_size > 1 and _needs_one_shard(needs):
+                return None
             cfg = self.configure((*flags, *_with_longest(needs)))
             if _is_left_out(cfg, needs, flags):
                 return None
@@ -278,6 +280,10 @@ def _longest_share(needs: RunNeeds) -> int:
     is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
     num_sharing = train.cp if is_fsdp2 and isinstance(train, RoleSplit) else 1
     return -(-longest_sequence(needs) // num_sharing)
+
+
+def _needs_one_shard(needs: RunNeeds) -> bool:
+    return needs.trainer is not None and needs.trainer.backend.offload == "master"
 
 
 def _usable(plan: RunPlan, room: Room) -> str:
