@@ -209,7 +209,7 @@ OF_A_RUN: dict[str, list[Any]] = {
 
 def meeting(row: Combination, key: str, is_aimed: bool) -> list[Any]:
     """Return values of a setting of a run; if aimed, those that meet a row's condition alone."""
-    met = [one for one in values_of(key) if row.when[key].holds(one, lambda _: ABSENT)]
+    met = [value for value in values_of(key) if row.when[key].holds(value, lambda _: ABSENT)]
     return met if is_aimed and met else values_of(key)
 
 
@@ -244,6 +244,8 @@ def test_a_run_is_refused_by_the_rows_that_hold_and_by_nothing_else(
             settings |= {f"engine.{name}": value for name, value in of_trainer.items() if value}
         if any(key.endswith("exponents") for key in row.when):  # they are of codes alone
             settings |= {"trainer.cache": "e4m3", "engine.cache": "e4m3"} | FIXED[kind]
+        if "trainer.lora.merged_push" in row.when:  # adapters alone are merged
+            settings["trainer.lora.rank"] = 4
         try:
             cfg = from_data(grpo.Config, plain(nested({"model": "", "data": "x"} | settings)))
             placements = plan_split(cfg.split, 16)
@@ -255,9 +257,9 @@ def test_a_run_is_refused_by_the_rows_that_hold_and_by_nothing_else(
             "run": cfg.run,
             "engine": cfg.engine,
             "trainer": cfg.trainer,
-            "split": {name: _sizes(one) for name, one in placements.items()},
+            "split": {name: _sizes(placement) for name, placement in placements.items()},
         }
-        holding = {i for i, one in enumerate(rows) if one.holds(tables)}
+        holding = {i for i, other in enumerate(rows) if other.holds(tables)}
         said = ""
         try:
             check_axes(needs, placements)
