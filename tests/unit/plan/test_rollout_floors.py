@@ -209,9 +209,9 @@ def test_a_gain_that_is_too_small_is_left(models: Path) -> None:
         assert TpChoice([first, more], H200, 1, 512, 8192).best.tp == tp
 
 
-@pytest.mark.parametrize(("name", "sizes", "best"), [("8B", "124", 4), ("30B-A3B", "1", 1)])
+@pytest.mark.parametrize("name", ["8B", "30B-A3B"])
 def test_the_plan_prints_what_fits_and_the_best(
-    models: Path, capsys: pytest.CaptureFixture[str], name: str, sizes: str, best: int
+    models: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     words = ["--world=4", "--gpu-gib=139.8", "--prompts_per_step=8", "--sampling.num_samples=16"]
     words += ["--sampling.max_tokens=7168", "--trainer.backend.offload=none"]
@@ -221,7 +221,5 @@ def test_the_plan_prints_what_fits_and_the_best(
     begin = next(i for i, line in enumerate(out) if line.startswith("rollout      of "))
     assert out[begin].endswith("floors at the rates of an H200, not measurements")
     assert "128 sequences up to 8,192 tokens" in out[begin]
-    rows = out[begin + 2 : begin + 2 + len(sizes)]
-    assert "".join(row[2] for row in rows) == sizes
-    assert [row[0] for row in rows] == ["*", *" " * (len(sizes) - 1)]
-    assert out[begin + 2 + len(sizes)].startswith(f"  least time with tp {best}: ")
+    assert [row[:3] for row in out[begin + 2 : begin + 5]] == ["* 1", "  2", "  4"]
+    assert out[begin + 5].startswith("  least time with tp 4: ")
