@@ -21,7 +21,7 @@ from tests.listeners import open_ports
 pytestmark = pytest.mark.dist
 
 ATTACKER = str(Path(__file__).with_name("attacker.py"))
-NUM_ATTEMPTS = 20
+NUM_ATTEMPTS = 5  # a busy machine makes few while the run lasts
 
 
 class Attacker:

@@ -80,7 +80,7 @@ def test_every_key_is_listed_and_nothing_else(recipe: str) -> None:
 def test_all_keys_are_grouped_by_table() -> None:
     lines = of_recipe("sft", ["--help-all"]).splitlines()
     titles = [line for line in lines if line.endswith(":")]
-    assert titles == ["settings of the recipe:", "eval:", "run:", "split:", "prompts:", "trainer:"]
+    assert titles == ["settings of the recipe:", "run:", "trainer:", "eval:", "split:", "prompts:"]
     start = lines.index("split:")
     assert lines[start - 1] == ""
     assert lines[start + 1].startswith("  --split.train.ranks='all'  (str)  ")
