@@ -31,7 +31,7 @@ from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
-from spmd_rl.model.linear import Linear
+from spmd_rl.model.linear import Factors, Linear
 from spmd_rl.model.lora import LoraConfig
 
 assert adapted_experts is not None
@@ -90,11 +90,23 @@ def forward_and_gradients(
     return {"x": x.grad, "out": out.detach(), "alone": alone, "hash": hashed.state, **found}
 
 
+def adapt(module: MoeMlp) -> None:
+    """Give each projection of each expert an adapter."""
+    generator = torch.Generator().manual_seed(7)
+    for expert in module.experts:
+        for name in PROJECTIONS:
+            layer = getattr(expert, name)
+            layer.adapt(4, 0.5)
+            for factor in layer.adapter:
+                values = torch.randn(factor.shape, generator=generator).to(layer.weight.dtype)
+                factor.data = values / 4
+
+
 def shared_experts(
-    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor, pull: Tensor
+    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor, pull: Tensor, adapted: bool
 ) -> tuple[dict[str, Any], ...]:
     """Return outputs and gradients of a mixture, and of one whose ranks share its experts: one
-    rank, of which no row comes in the last output.
+    rank, of which no row comes in the last output. With `adapted`, the experts have adapters.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -102,6 +114,8 @@ def shared_experts(
     found = []
     for is_split in (False, True):
         module, given = mixture(sizes, True, state), x.clone().requires_grad_()
+        if adapted:
+            adapt(module)
         if is_split:
             module.split(dist.group.WORLD)
         out = module.all_at_once(given, given @ module.gate.weight.t())
@@ -113,7 +127,9 @@ def shared_experts(
         found.append({"out": out.detach(), "alone": alone, "x": given.grad, **gradients})
     rows = x.new_empty(0, x.shape[1]).requires_grad_()
     sent = Dispatched(rows, x.new_empty(0), [[0] * sizes[1]], by_expert(NO_IDS, sizes[1]), [0])
-    weights = [[[one.detach() for one in module.weights(name)]] for name in PROJECTIONS]
+    weights = [
+        [[Factors((one.detach(),), 1.0) for one in module.weights(name)]] for name in PROJECTIONS
+    ]
     none = split_experts._at_once(sent, weights, KeptAddresses())
     none.sum().backward()
     found[0]["none"], found[1]["none"] = rows.detach(), none.detach()
