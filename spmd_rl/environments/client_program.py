@@ -103,7 +103,8 @@ class CommandAgent:
             "task": question,
             "task_file": str(folder / TASK_FILE),
         }
-        words = [_filled(word, values) for word in self._words]
+        # what fills a place is not searched for places
+        words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self._words]
         environment = self._environment(folder, session, values) | {EPISODE_ENV: mark}
         told, tells = os.pipe()
         try:
@@ -129,7 +130,7 @@ class CommandAgent:
         _, still = await asyncio.wait(reads, timeout=END_S)
         for read in still:
             read.cancel()
-        keeper._transport.close()  # type: ignore[attr-defined]
+        await keeper.wait()  # its watcher reaps it: closing the transport would do so first
         output, errors = (tail.decode(errors="replace") for tail in tails)
         why, is_missing, code = ending.rpartition("\n")
         if is_missing:
@@ -187,11 +188,6 @@ def check_command(command: str, variables: Mapping[str, Any]) -> None:
 
 def _absolute(word: str) -> str:
     return os.path.abspath(word) if os.path.isfile(word) else word
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of the command with its places filled. What fills them is not searched."""
-    return _PLACE.sub(lambda found: values[found[1]], word)
 
 
 async def _keeper(folder: Path, tells: int) -> asyncio.subprocess.Process:
@@ -253,10 +249,13 @@ async def _read_all(descriptor: int) -> str:
 
 
 async def _read_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
-    """Read a stream to its end, and keep the last part of it."""
-    while data := await stream.read(_READ_BYTES):
-        tail += data
-        del tail[:-_TAIL_BYTES]
+    """Read a stream to its end, or until cancelled, and keep the last part of it."""
+    try:
+        while data := await stream.read(_READ_BYTES):
+            tail += data
+            del tail[:-_TAIL_BYTES]
+    finally:
+        stream._transport.close()  # type: ignore[attr-defined]
 
 
 def _result(path: Path) -> Any:

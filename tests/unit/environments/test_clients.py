@@ -6,6 +6,10 @@ import asyncio
 import json
 import os
 import sys
+import threading
+from asyncio.base_subprocess import BaseSubprocessTransport
+from asyncio.subprocess import Process
+from asyncio.unix_events import ThreadedChildWatcher
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -241,6 +245,34 @@ def test_a_program_that_has_ended_keeps_its_exit_code(monkeypatch: pytest.Monkey
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", kill)
     _, notes = played(program("print('done')"))
     assert notes["stdout"].strip() == "done"
+
+
+def test_the_end_of_a_program_is_left_to_its_watcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The watcher is held until somebody closes the program, or waits for it.
+    may_watch = threading.Event()
+    watch = vars(ThreadedChildWatcher)["_do_waitpid"]
+    close = BaseSubprocessTransport.close
+    wait = Process.wait
+
+    def held(*given: Any) -> None:
+        may_watch.wait(60)
+        watch(*given)
+
+    def closed(transport: Any) -> None:
+        close(transport)
+        may_watch.set()
+
+    async def waited(process: Any) -> int:
+        may_watch.set()
+        return await wait(process)
+
+    monkeypatch.setattr(ThreadedChildWatcher, "_do_waitpid", held)
+    monkeypatch.setattr(BaseSubprocessTransport, "close", closed)
+    monkeypatch.setattr(Process, "wait", waited)
+    played(program("pass"))
+    assert not caplog.records
 
 
 def test_output_without_end_is_read_and_its_end_is_kept() -> None:
