@@ -33,6 +33,7 @@ POLICY_ERRORS = frozenset(
         "MaxTokensReachedException",  # strands-agents
         "ContextWindowOverflowException",
         "StructuredOutputException",
+        "AdapterParseError",  # dspy
     }
 )
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)

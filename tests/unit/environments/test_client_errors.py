@@ -49,6 +49,7 @@ def error_of(cause: BaseException) -> BaseException:
         ([FINE], names_of(error_of(Own())), ["completed"]),
         ([FINE], names_in("Traceback ...\nagents.exceptions.MaxTurnsExceeded: 10"), ["completed"]),
         ([FINE], names_in("langgraph.errors.GraphRecursionError"), ["completed"]),
+        ([FINE], names_in("dspy.utils.exceptions.AdapterParseError: no field"), ["completed"]),
     ],
 )
 def test_what_the_policy_has_caused_is_learned(
