@@ -80,11 +80,13 @@ def _label(axes: Any, title: str, unit: str) -> None:
 
 def _draw_stack(axes: Any, chart: Chart, reduced: dict[str, Any]) -> Values:
     """Draw the lines on each other, and return their sums."""
-    means = [_values(reduced["columns"], line["metric"]) for line in chart["lines"]]
+    means = np.stack([_values(reduced["columns"], line["metric"]) for line in chart["lines"]])
     labels = [line["label"] for line in chart["lines"]]
     colors = [CODES[line["colour"]] for line in chart["lines"]]
-    axes.stackplot(reduced["last"], *map(np.nan_to_num, means), labels=labels, colors=colors)
-    sums: Values = np.nansum(means, axis=0)
+    known = np.isfinite(means).any(0)  # steps before the first of the loop have no such times
+    parts = np.nan_to_num(means[:, known])
+    axes.stackplot(np.array(reduced["last"])[known], parts, labels=labels, colors=colors)
+    sums: Values = parts.sum(0)
     return sums
 
 

@@ -161,6 +161,12 @@ def test_values_that_span_decades_have_a_logarithmic_scale() -> None:
     assert charts(rows)["KL divergences of the policy"].get_yscale() == "log"
 
 
+def test_a_stack_begins_with_the_first_step_that_has_times() -> None:
+    warmup = [{"step": step, "train/loss": 1.0 / (2 - step)} for step in range(-30, 1)]
+    axes = charts([*warmup, *rows_of()])["Time per step"]
+    assert axes.get_xlim()[0] > -5
+
+
 def test_steps_of_a_long_run_share_points_and_a_band_shows_how_far_they_go() -> None:
     rows = rows_of(1000)
     rows[500]["reward/mean"] = 7.0
