@@ -104,7 +104,7 @@ def problems(path: Path, result: Result) -> Iterator[str]:
         if (
             row.ratio is not None
             and row.peer_value
-            and abs(row.value / row.peer_value / row.ratio - 1) > 0.01
+            and abs(row.value / row.peer_value - row.ratio) > 0.01 * abs(row.ratio)
         ):
             yield f"{row.what!r}: the ratio is not value over peer_value"
 
