@@ -1,5 +1,5 @@
-"""The tables of README, docs/measured.md and docs/algorithms.md say what the files under
-benchmarks/results say, figure by figure.
+"""The tables of README, docs/measured.md, docs/algorithms.md and of the lab note with earlier
+figures say what the files under benchmarks/results say, figure by figure.
 
 A row's link leads to its file, and the link's title names rows of that file: patterns with " + "
 between them and, behind a ";", those of what stands beside, where it is not their peers. The
@@ -25,7 +25,9 @@ _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 OTHERS = ("peer", "ratio")
 FOLDER = "benchmarks/results/"
-PAGES = (ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/algorithms.md")
+EARLIER = ROOT / "docs/lab-notes/2026-11-26-figures-before-files-were-named.md"
+PAGES = (ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/algorithms.md", EARLIER)
+FILES_NAMED = "2026-11-27"  # the day from which results name the files that ran
 
 
 class Line(NamedTuple):
@@ -63,7 +65,7 @@ def problems(line: Line, results: dict[str, Result]) -> list[str]:
     file, title = next(
         iter(_LINK.findall(line.cells[linked] if linked is not None else "")), ("", "")
     )
-    file = file.removeprefix("../")
+    file = file.replace("../", "")
     if linked is None or file not in results:
         return [f"{line.cells[0]!r} has no link to the file that it is from"]
     ours, *others = (chosen(results[file].rows, patterns) for patterns in title.split("; "))
@@ -167,6 +169,18 @@ def test_any_changed_figure_is_seen(results: dict[str, Result]) -> None:
     others = [other for line in LINES for other in changed(line)]
     assert len(others) > 100
     assert [other.cells for other in others if not problems(other, results)] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/measured.md", EARLIER])
+def test_only_the_lab_note_quotes_results_that_name_no_files(
+    page: Path, results: dict[str, Result]
+) -> None:
+    lines = measured_lines(page.read_text(encoding="utf-8"))
+    files = {
+        file.replace("../", "") for line in lines for file, _ in _LINK.findall("".join(line.cells))
+    }
+    early = {file for file in files if results[file].date < FILES_NAMED}
+    assert early == (files if page == EARLIER else set())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
