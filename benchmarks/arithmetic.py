@@ -73,7 +73,7 @@ def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:
     )
     ended = time.time()
     rows = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]  # others are of evaluations
+    steps = [row for row in rows if "reward/mean" in row]  # the others are evaluations
 
     def column(name: str) -> list[Any]:
         return [step[name] for step in steps]

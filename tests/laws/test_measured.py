@@ -59,13 +59,18 @@ def results() -> dict[str, Result]:
     return {f"benchmarks/results/{one.machine}/{Path(one.script).stem}.json": one for one in found}
 
 
+def from_root(link: str) -> str:
+    """Return the path of a result file, as seen from the root, of a link in any page."""
+    return link.replace("../", "")
+
+
 def problems(line: Line, results: dict[str, Result]) -> list[str]:
     """What a line says that its file does not, or the other way round."""
     linked = linked_cell(line)
     file, title = next(
         iter(_LINK.findall(line.cells[linked] if linked is not None else "")), ("", "")
     )
-    file = file.replace("../", "")
+    file = from_root(file)
     if linked is None or file not in results:
         return [f"{line.cells[0]!r} has no link to the file that it is from"]
     ours, *others = (chosen(results[file].rows, patterns) for patterns in title.split("; "))
@@ -176,9 +181,7 @@ def test_only_the_lab_note_quotes_results_that_name_no_files(
     page: Path, results: dict[str, Result]
 ) -> None:
     lines = measured_lines(page.read_text(encoding="utf-8"))
-    files = {
-        file.replace("../", "") for line in lines for file, _ in _LINK.findall("".join(line.cells))
-    }
+    files = {from_root(file) for line in lines for file, _ in _LINK.findall("".join(line.cells))}
     early = {file for file in files if results[file].date < FILES_NAMED}
     assert early == (files if page == EARLIER else set())
 

@@ -82,6 +82,11 @@ def test_a_result_is_stale_once_a_file_that_it_ran_changes(
     assert len(lines(new)) == 1
 
 
+def test_a_ratio_of_zero_fits_a_value_of_zero(tmp_path: Path) -> None:
+    row = ROW | {"value": 0.0, "ratio": 0.0}
+    assert read_results(written(tmp_path, RESULT | {"rows": [row]}))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -94,6 +99,7 @@ def test_a_result_is_stale_once_a_file_that_it_ran_changes(
         ({"rows": [ROW | {"holds": None}]}, "a bar and whether it holds"),
         ({"rows": [ROW | {"holds": "yes"}]}, "Expected `bool | null`, got `str`"),
         ({"rows": [ROW | {"ratio": 2.0}]}, "the ratio is not value over peer_value"),
+        ({"rows": [ROW | {"ratio": 0.0}]}, "the ratio is not value over peer_value"),
         ({"rows": [ROW | {"peer": None}]}, "a peer and its value"),
     ],
 )
