@@ -5,6 +5,7 @@ trainer's log-prob under the version that drew it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,10 +32,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
     advantages = [np.linspace(-1, 1, len(group.samples)) for group in groups]
     trainer.train_step.call(rl.pack(groups, advantages), rl.grpo_loss)
-    calls = [
-        rollout.complete.start(prompt, cfg.sampling)
-        for prompt in prompts.take(cfg.prompts_per_step)
-    ]
+    # Answers of one length end in the same step, and a push just then would reach none of them.
+    first, *others = prompts.take(cfg.prompts_per_step)
+    longer = replace(cfg.sampling, max_tokens=4 * cfg.sampling.max_tokens)
+    calls = [rollout.complete.start(first, longer)]
+    calls += [rollout.complete.start(prompt, cfg.sampling) for prompt in others]
     while not any(len(one.tokens) for group in rollout.partials.call() for one in group.samples):
         pass  # until one of them has a token of version 0
     weights.push(version=1, drain=False)
