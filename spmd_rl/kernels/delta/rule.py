@@ -37,7 +37,9 @@ class DeltaHeads(NamedTuple):
     value_dim: int
 
 
-def gated_delta(qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, heads: DeltaHeads) -> Tensor:
+def gated_delta(
+    qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, heads: DeltaHeads
+) -> Tensor:
     """Mix a whole sequence, from its first token on.
 
     Shape: qkv [S, C] before the convolution, b and a [S, V]; returns [S, V, value_dim] fp32.
