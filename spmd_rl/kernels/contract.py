@@ -11,6 +11,7 @@ import torch
 
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.delta.rule import DELTA_RULE
 from spmd_rl.kernels.linear.linear import keeps_chain
 from spmd_rl.kernels.runtime.capability import AMPERE, HOPPER
 from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE
@@ -41,6 +42,7 @@ def contract(
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
         "temperature": TEMPERATURE_RULE,
+        "delta": DELTA_RULE,
         "random": RANDOM_SCHEME,
         "torch": str(torch.__version__),
         "dtype": str(dtype),

@@ -56,9 +56,10 @@ def gated_delta(
 
 
 def causal_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve each channel with its last tokens, then apply SiLU. Shape: x [S, C], weight [C, 1, W].
+    """Convolve each channel with its last tokens, then apply SiLU.
 
     The products are added from the oldest token to the newest; those before the first are zero.
+    Shape: x [S, C], weight [C, 1, W].
     """
     size = weight.shape[-1]
     wide, taps = x.float(), weight.float()[:, 0]

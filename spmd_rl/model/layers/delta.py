@@ -43,17 +43,13 @@ class GatedDelta:
     name: str = "linear_attn"
 
     @property
-    def key_width(self) -> int:
-        return self.num_key_heads * self.key_head_dim
-
-    @property
     def value_width(self) -> int:
         return self.num_value_heads * self.value_head_dim
 
     @property
     def conv_width(self) -> int:
         """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_width + self.value_width
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_width
 
     @property
     def projections(self) -> dict[str, int]:
@@ -80,14 +76,16 @@ class GatedDelta:
 
     def cost(self, tp: int = 1) -> LayerCost:
         projected = sum(self.projections.values())
-        states = 2 * self.num_value_heads * self.key_head_dim * self.value_head_dim  # of fp32
-        mixed = 2 * self.conv_width + 4 * self.value_width  # of fp32
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        # in fp32, two elements each: what the convolution, the gates and the norm give
+        mixed = 2 * (3 * self.conv_width + 4 * self.value_width)
+        # the backward pass goes through the loop of tokens, with two states of each in fp32
+        kept = projected + mixed + 2 * 2 * state
         return LayerCost(
             parameters=num_elements(self.parameters()),
-            multiplied=self.hidden_size * (projected + self.value_width),
-            kept_products=projected,
-            # two states of each token, as the backward pass goes through the loop of tokens
-            kept_cheap=mixed + 2 * states,
+            # a token's key is multiplied with the state and added to it, and its query reads it
+            multiplied=self.hidden_size * (projected + self.value_width) + 3 * state,
+            kept_products=kept,
             gradients=projected + mixed,
             workspace=projected + mixed,
         )
@@ -138,6 +136,17 @@ class GatedDelta:
         ]
 
     def module(self, number: int) -> nn.Module:
+        from spmd_rl.kernels.delta.rule import DeltaHeads
         from spmd_rl.model.layers.delta_module import DeltaMixer
 
-        return DeltaMixer(self, number)
+        return DeltaMixer(
+            number,
+            hidden_size=self.hidden_size,
+            heads=DeltaHeads(
+                self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
+            ),
+            projections=self.projections,
+            fused=self.fused,
+            conv_size=self.conv_size,
+            rms_eps=self.rms_eps,
+        )

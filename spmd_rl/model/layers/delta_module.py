@@ -8,7 +8,7 @@ engine that keeps states of sequences will replace it, with the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +17,53 @@ from spmd_rl.kernels import Rotary, TokenAttention
 from spmd_rl.kernels.delta.rule import DeltaHeads, DeltaWeights, gated_delta, gated_rms_norm
 from spmd_rl.model.linear import Linear
 
-if TYPE_CHECKING:
-    from spmd_rl.model.layers.delta import GatedDelta
-
 
 class DeltaMixer(nn.Module):
-    """Gated delta rule of block `number`.
+    """Gated delta rule of block `number`, with so many rows of each of its `projections`.
 
+    With `fused` there are two of them, each laid out per key head.
     `A_log` and `dt_bias` are trained. Like all weights they are rounded to the dtype of a pass, and
     the same in trainer and engine; what is computed of them is fp32.
     """
 
-    def __init__(self, spec: GatedDelta, number: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        hidden_size: int,
+        heads: DeltaHeads,
+        projections: Mapping[str, int],
+        fused: bool,
+        conv_size: int,
+        rms_eps: float,
+    ) -> None:
         super().__init__()
         self.number = number
-        self.spec = spec
-        self.heads = DeltaHeads(
-            spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
-        )
-        self.dt_bias = nn.Parameter(torch.ones(spec.num_value_heads))
-        self.A_log = nn.Parameter(torch.zeros(spec.num_value_heads))
-        for projection, rows in spec.projections.items():
-            self.add_module(projection, Linear(spec.hidden_size, rows, bias=False))
-        self.conv1d = ConvWeight(spec.conv_width, spec.conv_size)
-        self.norm = GatedNorm(spec.value_head_dim, spec.rms_eps)
-        self.out_proj = Linear(spec.value_width, spec.hidden_size, bias=False)
+        self.heads = heads
+        self.fused = fused
+        self.projections = tuple(projections)
+        self.dt_bias = nn.Parameter(torch.ones(heads.values))
+        self.A_log = nn.Parameter(torch.zeros(heads.values))
+        for projection, rows in projections.items():
+            self.add_module(projection, Linear(hidden_size, rows, bias=False))
+        value_width = heads.values * heads.value_dim
+        channels = 2 * heads.keys * heads.key_dim + value_width
+        self.conv1d = ConvWeight(channels, conv_size)
+        self.norm = GatedNorm(heads.value_dim, rms_eps)
+        self.out_proj = Linear(value_width, hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
-        projected = [getattr(self, projection)(x) for projection in self.spec.projections]
-        qkv, z, b, a = self._per_kind(*projected) if self.spec.fused else projected
+        projected = [getattr(self, projection)(x) for projection in self.projections]
+        qkv, z, b, a = self._per_kind(*projected) if self.fused else projected
         weights = DeltaWeights(self.conv1d.weight, self.dt_bias, self.A_log)
         mixed = []
-        for new, rows in attend.history(self.number, qkv, b, a):
-            mixed.append(gated_delta(*rows, weights, self.heads)[new.start - new.stop :])
-        whole = torch.cat(mixed)
-        padding = whole.new_zeros(len(x) - len(whole), *whole.shape[1:])
-        out = self.norm(torch.cat([whole, padding]), z.unflatten(-1, whole.shape[1:]))
-        return self.out_proj(out.flatten(1))
+        for new, (qkv_rows, b_rows, a_rows) in attend.history(self.number, qkv, b, a):
+            whole = gated_delta(qkv_rows, b_rows, a_rows, weights, self.heads)
+            mixed.append(whole[new.start - new.stop :])
+        out = torch.cat(mixed)
+        padding = out.new_zeros(len(x) - len(out), *out.shape[1:])
+        normed = self.norm(torch.cat([out, padding]), z.unflatten(-1, out.shape[1:]))
+        return self.out_proj(normed.flatten(1))
 
     def _per_kind(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
         """Return (qkv, z, b, a) of the two projections, whose rows are laid out per key head."""

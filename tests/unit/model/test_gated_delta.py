@@ -15,7 +15,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, Rotary
 from spmd_rl.model.layers.delta import GatedDelta
-from spmd_rl.model.layers.delta_module import DeltaMixer
 
 CPU = torch.device("cpu")
 HIDDEN, NO_ROTARY = 48, Rotary(torch.empty(0), torch.empty(0), torch.empty(0))
@@ -59,7 +58,7 @@ def packed(mixer: nn.Module, x: Tensor, lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize("fused", [False, True])
 def test_it_is_transformers_layer(fused: bool) -> None:
     kind, layer = KINDS[fused]
-    theirs, ours = drawn(layer(kind(**SIZES), 0)), drawn(DeltaMixer(spec(fused), 0))
+    theirs, ours = drawn(layer(kind(**SIZES), 0)), drawn(spec(fused).module(0))
     xs = [rows(70).requires_grad_() for _ in range(2)]
     out, expected = packed(ours, xs[0], [70]), theirs(xs[1][None])[0]
     assert (out - expected).norm() <= 2e-5 * expected.norm()
@@ -91,7 +90,7 @@ def test_the_specification_is_the_modules(fused: bool) -> None:
 @torch.no_grad()
 def test_a_sequence_has_its_bits_in_a_pack_and_in_pages(fused: bool, dtype: torch.dtype) -> None:
     """Also at any split into steps, and beside padding."""
-    mixer, lengths = drawn(DeltaMixer(spec(fused), 0)).to(dtype), [13, 1, 22]
+    mixer, lengths = drawn(spec(fused).module(0)).to(dtype), [13, 1, 22]
     x = rows(sum(lengths) + 12, dtype)
     whole = packed(mixer, x, lengths)
     parts = [one.clone() for one in whole[:36].split(lengths)]
@@ -123,7 +122,7 @@ def in_pages(mixer: nn.Module, fused: bool, x: Tensor, steps: list[int]) -> Tens
 
 
 def test_a_continued_sequence_reads_its_prefix() -> None:
-    mixer, x = drawn(DeltaMixer(spec(False), 0)), rows(30)
+    mixer, x = drawn(spec(False).module(0)), rows(30)
     attend = PackedAttention(
         np.array([9, 12, 9]), device=CPU, prefixes=np.array([-1, 0, 0], np.int32)
     )

@@ -29,6 +29,7 @@ from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.families.family import Family
 from spmd_rl.model.hf import random_weights, read_weights
 from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.delta import GatedDelta
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
@@ -46,6 +47,7 @@ from tests.planted import family, latent
 from tests.samples import finish
 
 CPU = torch.device("cpu")
+DELTA = GatedDelta(36, 2, 4, key_head_dim=8, value_head_dim=6, conv_size=4, rms_eps=1e-6)
 CONFIG = NativeEngineConfig(page_size=4, max_batch=8, max_step_tokens=40, num_pages=200)
 LATENT = Family(
     "Latent",
@@ -61,18 +63,20 @@ LATENT = Family(
         2,
     ),
 )
+DELTAS = Family("Delta", lambda config: ((BlockSpec(36, DELTA, Mlp(36, 54)),) * 3, 2))
 
 
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(FAMILIES, "planted_moe", family.PLANTED)
     monkeypatch.setitem(FAMILIES, "planted_latent", LATENT)
+    monkeypatch.setitem(FAMILIES, "planted_delta", DELTAS)
     known = dict(points.OPS)
     yield
     points.set_ops(known)  # other tests ask for the points of the families that are shipped
 
 
-@pytest.fixture(params=["planted_moe", "planted_latent"])
+@pytest.fixture(params=["planted_moe", "planted_latent", "planted_delta"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = family.CONFIG | {"model_type": request.param}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -207,14 +211,17 @@ def test_what_it_takes_is_planned(folder: Path) -> None:
     assert trained["master"].num_bytes == 4 * spec.num_parameters
     served = {one.tag: one for one in engine_memory(spec, CONFIG, False)}
     assert served["weights"].num_bytes == 2 * spec.num_parameters
-    elements = 6 if spec.family == "planted_latent" else 2 * 2 * 10
+    caches = {"planted_latent": 6, "planted_delta": 2 * 16 + 24 + 2 * 4}
+    elements = caches.get(spec.family, 2 * 2 * 10)
     assert cache_token_bytes(spec, 4) == 3 * elements * 4
     engine = engine_of(folder, dict(random_weights(spec, 0)))
     assert engine.stats()["kv_bytes"] == 200 * 4 * cache_token_bytes(spec, 4)
     assert running_kv_bytes(spec, NativeEngineConfig(page_size=4), 1, 8) > 0
     flops = train_flops(spec, np.array([5], np.int32), 0)
     multiplied = sum(block.cost().multiplied for block in spec.blocks)
-    assert flops > 6 * 5 * multiplied
+    assert flops >= 6 * 5 * multiplied
+    attends = spec.blocks[0].cost().flops_per_key > 0
+    assert (flops > 6 * 5 * multiplied) == attends
 
 
 def test_every_point_is_compared(folder: Path, new_trainer) -> None:
@@ -232,7 +239,12 @@ def test_every_point_is_compared(folder: Path, new_trainer) -> None:
     taught = TrainerPass(model, max_tokens=64, logit_rows=16)
     comparison = compare(engine, taught, case)
     ops = {point.op for point in comparison.points}
-    own = {"router", "experts"} if "moe" in read_spec(folder).family else {"latent", "mixed"}
+    family_ops = {
+        "planted_moe": {"router", "experts"},
+        "planted_latent": {"latent", "mixed"},
+        "planted_delta": {"in_proj_qkv", "delta", "out_proj"},
+    }
+    own = family_ops[read_spec(folder).family]
     assert own <= ops
     assert comparison.agree
 
@@ -246,7 +258,9 @@ def test_a_dump_may_hold_an_op_of_some_layers(folder: Path) -> None:
         for one in block.points()
     }
     assert len(check_points("dump", rows | ops, spec)) == len(ops)
-    op = "router" if "moe" in spec.family else "latent"
+    op = {"planted_moe": "router", "planted_latent": "latent", "planted_delta": "delta"}[
+        spec.family
+    ]
     del ops[f"layers.2.{op}"]
     with pytest.raises(DataError, match=rf"it lacks layers\.2\.{op}, though it holds"):
         check_points("dump", rows | ops, spec)
