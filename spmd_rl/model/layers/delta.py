@@ -98,7 +98,8 @@ class GatedDelta:
     def part(self, tp: int) -> GatedDelta:
         if tp > 1:
             raise ConfigError(
-                "split.infer.tp is not supported for models with gated delta layers; set it to 1"
+                f"{tp} ranks cannot share a gated delta layer: set split.train.tp, split.infer.tp "
+                "and run.row_shards to 1"
             )
         return self
 

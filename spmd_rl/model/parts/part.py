@@ -125,5 +125,7 @@ def check_parts(spec: ModelSpec, count: int, at: str) -> None:
         cut.check(count, at)
         if (size := tensor.shape[cut.dim]) % count:
             raise ConfigError(f"{at} does not divide the {size} of {tensor.name}")
+    for block in spec.distinct_blocks():
+        block.part(count)  # some layers cannot be shared
     if (count - 1) * vocab_part_rows(spec, count) >= spec.vocab_size:
         raise ConfigError(f"{at} leaves ranks without one of the {spec.vocab_size} tokens")

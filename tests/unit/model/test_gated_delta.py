@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, Rotary
 from spmd_rl.model.layers.delta import GatedDelta
+from spmd_rl.model.parts.part import check_parts
+from tests.specs import dense_spec
 
 CPU = torch.device("cpu")
 HIDDEN, NO_ROTARY = 48, Rotary(torch.empty(0), torch.empty(0), torch.empty(0))
@@ -80,9 +83,6 @@ def test_the_specification_is_the_modules(fused: bool) -> None:
     assert {one.name: one.shape for one in spec(fused).parameters()} == shapes
     modules = {f"linear_attn.{name}" for name, _ in mixer.named_modules()}
     assert {one.output_of for one in spec(fused).points()} <= modules
-    assert spec(fused).part(1) == spec(fused)
-    with pytest.raises(ConfigError, match="tp"):
-        spec(fused).part(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,3 +129,13 @@ def test_a_continued_sequence_reads_its_prefix() -> None:
     out = mixer(x, NO_ROTARY, attend)
     alone = packed(mixer, torch.cat([x[:9], x[21:]]), [18])
     torch.testing.assert_close(out[21:], alone[9:], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_would_share_it_are_refused() -> None:
+    assert spec(False).part(1) == spec(False)
+    whole = dense_spec(
+        "qwen3", vocab=64, hidden=HIDDEN, inner=64, layers=1, heads=(4, 2, 8), positions=64
+    )
+    blocks = tuple(replace(block, mixer=spec(False)) for block in whole.blocks)
+    with pytest.raises(ConfigError, match="2 ranks cannot share a gated delta layer: set split"):
+        check_parts(replace(whole, blocks=blocks), 2, "split.train.tp = 2")
