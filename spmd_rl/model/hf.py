@@ -19,6 +19,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.low_precision.block_codes import decode, torch_dtype
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.folder_names import TypedTensor, as_in_folder
 from spmd_rl.model.formats import FORMATS, WeightFormat
 from spmd_rl.model.formats.coded_tensors import (
     as_codes,
@@ -36,7 +37,6 @@ from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weig
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
-TypedTensor = tuple[str, Tensor, torch.dtype]  # a tensor's name, and the dtype to write it in
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +169,7 @@ def random_weights(
             continue
         generator.manual_seed(((seed << 20) + order) % (1 << 63))
         if len(one.shape) == 1:
-            yield one.name, torch.full(one.shape, 0.0 if one.name.endswith("bias") else 1.0)
+            yield one.name, torch.full(one.shape, 0.0 if one.name.endswith("bias") else one.start)
             continue
         scale = depth if one.writes_residual else 1.0
         yield one.name, torch.randn(one.shape, generator=generator) * (spec.init_std * scale)
@@ -218,7 +218,7 @@ def save_folder(
     _copy_config_and_tokenizer(Path(like), part, dtype, head, extra)
     typed = ((name, one, dtypes.get(name, dtype)) for name, one in tensors)
     unused = ((name, one, one.dtype) for name, one in read_stored(unused_tensors(like)))
-    _write_shards(part, itertools.chain(typed, unused))
+    _write_shards(part, itertools.chain(as_in_folder(typed, spec, like), unused))
     atomic_write.finish_folder(target)
 
 

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(block, spec.rms_eps, number, part.rows) for number, block in blocks
         )
-        self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
+        self.norm = RmsNorm(spec.hidden_size, spec.rms_eps, spec.zero_centred)
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         x, residual = self._embedded(tokens), None

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.families import FAMILIES, Family
+from spmd_rl.model.families.text_config import text_config
 from spmd_rl.model.formats.folders import check_quantization
 from spmd_rl.model.json_fields import (
     MOST_LAYERS,
@@ -94,8 +95,10 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
             f"{path}: model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
             f"{_of_mixtures(config.raw)}"
         )
-    _refuse_unread(config)
     family = FAMILIES[model_type]
+    if family.prefix:
+        config = text_config(config)
+    _refuse_unread(config, family)
     blocks, rotary_size = family.read(config)
     spec = ModelSpec(
         family=model_type,
@@ -109,6 +112,7 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
         eos_ids=_eos_ids(config, of_generation),
         init_std=config.number("initializer_range", 0.02),
         unused=family.unused(config),
+        folder_prefix=family.prefix,
     )
     if spec.num_parameters > MOST_PARAMETERS:
         raise ConfigError(f"{path} asks for a model of {spec.num_parameters:,} parameters")
@@ -122,7 +126,7 @@ def _of_mixtures(config: Mapping[str, object]) -> str:
     return ""
 
 
-def _refuse_unread(config: Fields) -> None:
+def _refuse_unread(config: Fields, family: Family) -> None:
     """Raise ConfigError naming a key whose value means another network than ours."""
     for key, why in UNSUPPORTED_KEYS.items():
         if config.raw.get(key):
@@ -137,7 +141,7 @@ def _refuse_unread(config: Fields) -> None:
         raise config.wrong("hidden_act", '"silu", the only activation that is supported')
     if config.raw.get("is_causal", True) is not True:
         raise config.wrong("is_causal", "true, as each token sees only those before it")
-    layers = config.raw.get("layer_types")
+    layers = None if family.is_hybrid else config.raw.get("layer_types")
     if layers is not None and layers != [FULL] * config.count(
         "num_hidden_layers", most=MOST_LAYERS
     ):

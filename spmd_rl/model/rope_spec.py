@@ -27,7 +27,8 @@ KEYS_BY_TYPE: dict[str, set[str]] = {
     },
 }
 PART = "partial_rotary_factor"
-COMMON_KEYS = {"rope_type", "type", "rope_theta", PART}
+# the last two say which positions of images turn what; those of texts are all alike
+COMMON_KEYS = {"rope_type", "type", "rope_theta", PART, "mrope_section", "mrope_interleaved"}
 SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
 
 

@@ -14,7 +14,7 @@ from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
-NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std", "unused"}
+NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std", "unused", "folder_prefix"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
 VALUE_HEAD = "score.weight"  # the name that transformers gives it
@@ -25,7 +25,8 @@ Head = Literal["lm", "value"]  # what a model computes of its hidden states: log
 class ModelSpec:
     """A decoder-only transformer; `family` is the model_type of its folder.
 
-    Its folder may hold tensors that the network lacks; their names begin as `unused` says. A run
+    Its folder may hold tensors that the network lacks; their names begin as `unused` says. Where
+    the network is a part of the folder's, `folder_prefix` stands for the `model.` of names. A run
     chooses `row_shards`: in how many parts row-parallel products are summed, which is the most
     ranks that share the model in its trainer or one of its engines.
     """
@@ -41,11 +42,17 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     init_std: float = 0.02
     unused: tuple[str, ...] = ()
+    folder_prefix: str = ""
     row_shards: int = 1
 
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether one is added to the weights of norms."""
+        return any(block.zero_centred for block in self.blocks)
 
     @property
     def arithmetic(self) -> str:
@@ -85,7 +92,8 @@ class ModelSpec:
         """Return the parameters that belong to no block: of the embedding, a norm and the head."""
         vocabulary = self.vocab_size, self.hidden_size
         rows = Cut(0, self.vocab_size, "tokens of the vocabulary", is_padded=True)
-        outer = [TensorSpec(EMBEDDING, vocabulary, rows), TensorSpec(NORM, (self.hidden_size,))]
+        norm = TensorSpec(NORM, (self.hidden_size,), start=1.0 - self.zero_centred)
+        outer = [TensorSpec(EMBEDDING, vocabulary, rows), norm]
         if head == "value":
             outer.append(TensorSpec(VALUE_HEAD, (1, self.hidden_size)))
         elif not self.tie_embeddings:

@@ -15,6 +15,7 @@ from spmd_rl.model.read import ADAPTER, head_of, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
 from spmd_rl.types.code_format import CodeFormat
 
+OWN_PREFIX = "model."  # of the network's names but those of heads
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -157,12 +158,12 @@ def stored_weights(
     does not use.
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
-    unused = read_spec(folder).unused
+    spec = read_spec(folder)
     found = {
         name: one
         for key, stored in stored_tensors(folder).items()
-        if not key.endswith(FREQUENCIES) and not key.startswith(unused)
-        for name, one in _of_experts(key, stored)
+        if not key.endswith(FREQUENCIES) and not key.startswith(spec.unused)
+        for name, one in _of_experts(own_name(key, spec.folder_prefix), stored)
     }
     wanted = dict(shapes)
     if VALUE_HEAD in wanted:
@@ -176,6 +177,11 @@ def stored_weights(
             wanted[HEAD] = wanted[EMBEDDING]
     _require_shapes(folder, found, wanted)
     return found
+
+
+def own_name(key: str, prefix: str) -> str:
+    """Return the network's name of a tensor in a folder where `prefix` stands for its `model.`."""
+    return OWN_PREFIX + key.removeprefix(prefix) if prefix and key.startswith(prefix) else key
 
 
 def _of_experts(key: str, one: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, in fp32 with one rounding.
+"""SiLU(gate) * up, and x * sigmoid(gate), in fp32 with one rounding.
 
 The sigmoid is spelled out. torch's CPU sigmoid and SiLU use another exponential for the last
 elements of a buffer than for the rest (measured on torch 2.13), so their bits depend on a row's
@@ -21,6 +21,29 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = call(_SiluMul, gate, up)
     recomputable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
     return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), in fp32 with one rounding; on CPUs only.
+
+    Shape: x [..., F], gate of the same shape, or [..., 1]; returns that of x.
+    """
+    return call(_SigmoidMul, x, gate)
+
+
+class _SigmoidMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        sigmoid = gate.float().neg().exp_().add_(1.0).reciprocal_()
+        ctx.save_for_backward(x, gate, sigmoid)
+        return (x.float() * sigmoid).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate, sigmoid = ctx.saved_tensors
+        grad_x = grads[0].float() * sigmoid
+        slope = (grad_x * x).sum_to_size(gate.shape) * (1 - sigmoid)
+        return grad_x.to(x.dtype), slope.to(gate.dtype)
 
 
 class _SiluMul(torch.autograd.Function):

@@ -19,6 +19,8 @@ def read_attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    zero_centred: bool = False,
+    gated: bool = False,
 ) -> Gqa:
     """Read the sizes of attention; what a family decides by itself is given.
 
@@ -46,6 +48,8 @@ def read_attention(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
+        zero_centred=zero_centred,
+        gated=gated,
     )
 
 

@@ -19,8 +19,12 @@ class Family:
     defaults, and keys that transformers ignores are ignored. `class_name` is what the names of
     transformers' classes begin with. `unused` returns how the names of tensors begin that a folder
     may hold and that the network does not have, as transformers has it: an export copies them.
+    A hybrid family reads `layer_types` itself. With a `prefix`, the model is the text model within
+    a folder (`text_config.py`), whose names begin so there.
     """
 
     class_name: str
     read: Callable[[Fields], Blocks]
     unused: Callable[[Fields], tuple[str, ...]] = lambda config: ()
+    is_hybrid: bool = False
+    prefix: str = ""

@@ -16,11 +16,15 @@ NORM_WORDS = ("residual add and norm before attention", "residual add and norm b
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """The layers of a block of a decoder whose residual stream has `hidden_size` elements."""
+    """The layers of a block of a decoder whose residual stream has `hidden_size` elements.
+
+    Weights of its norms are `zero_centred` where one is added to them.
+    """
 
     hidden_size: int
     mixer: LayerSpec
     mlp: LayerSpec
+    zero_centred: bool = False
 
     @property
     def layers(self) -> tuple[LayerSpec, LayerSpec]:
@@ -55,7 +59,8 @@ class BlockSpec:
 # A model has many equal blocks, and a plan counts it many times.
 @lru_cache(NUM_KEPT)
 def _parameters(block: BlockSpec) -> tuple[TensorSpec, ...]:
-    norms = (TensorSpec(f"{norm}.weight", (block.hidden_size,)) for norm in NORMS)
+    size, start = (block.hidden_size,), 1.0 - block.zero_centred
+    norms = (TensorSpec(f"{norm}.weight", size, start=start) for norm in NORMS)
     return (*block.mixer.parameters(), *block.mlp.parameters(), *norms)
 
 

@@ -25,7 +25,7 @@ class Block(nn.Module):
         for layer in spec.layers:
             self.add_module(layer.name, layer.module(number))
         for norm in NORMS:
-            self.add_module(norm, RmsNorm(spec.hidden_size, rms_eps))
+            self.add_module(norm, RmsNorm(spec.hidden_size, rms_eps, spec.zero_centred))
         self._order = (NORMS[0], spec.mixer.name, NORMS[1], spec.mlp.name)
 
     def forward(

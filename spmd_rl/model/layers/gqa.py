@@ -29,7 +29,9 @@ FUSED = {QKV: PROJECTIONS[:3]}
 class Gqa:
     """Attention of `num_heads` queries to `num_kv_heads` keys and values, with rotary positions.
 
-    With `qk_norm`, the heads of queries and keys are normed before they are rotated.
+    With `qk_norm`, the heads of queries and keys are normed before they are rotated, by
+    `zero_centred` weights where one is added to them. If it is `gated`, `q_proj` gives each head a
+    gate after its query, whose sigmoid the output of attention is multiplied with.
     """
 
     hidden_size: int
@@ -40,11 +42,18 @@ class Gqa:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    zero_centred: bool = False
+    gated: bool = False
     name: str = "self_attn"
 
     @property
     def width(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Rows of `q_proj`: the queries, and their gates."""
+        return self.width * (1 + self.gated)
 
     @property
     def kv_width(self) -> int:
@@ -57,27 +66,30 @@ class Gqa:
         columns = Cut(1, self.num_heads, "attention heads")
         q, k, v, o = (f"{own}.{projection}" for projection in PROJECTIONS)
         return [
-            *weights_of(q, self.width, hidden, self.qkv_bias, cut=heads),
+            *weights_of(q, self.query_width, hidden, self.qkv_bias, cut=heads),
             *weights_of(k, self.kv_width, hidden, self.qkv_bias, cut=kv_heads),
             *weights_of(v, self.kv_width, hidden, self.qkv_bias, cut=kv_heads),
             *weights_of(o, hidden, self.width, self.out_bias, cut=columns, writes_residual=True),
             *(
-                TensorSpec(f"{own}.{norm}.weight", (self.head_dim,))
+                TensorSpec(f"{own}.{norm}.weight", (self.head_dim,), start=1.0 - self.zero_centred)
                 for norm in ("q_norm", "k_norm")
                 if self.qk_norm
             ),
         ]
 
     def cost(self, tp: int = 1) -> LayerCost:
-        width, kv_width = self.width // tp, -(-self.num_kv_heads // tp) * self.head_dim
+        width, gates = self.width // tp, self.gated * self.width // tp
+        kv_width = -(-self.num_kv_heads // tp) * self.head_dim
         return LayerCost(
             parameters=num_elements(self.parameters()),
-            multiplied=2 * self.hidden_size * (width + kv_width),
+            multiplied=self.hidden_size * (2 * width + 2 * kv_width + gates),
             # queries, keys and values as projected, and the output
-            kept_products=2 * width + 2 * kv_width,
-            kept_cheap=width + kv_width,  # queries and keys, normed and rotated
-            gradients=2 * width + 2 * kv_width,
-            workspace=2 * (width + 2 * kv_width),
+            kept_products=2 * width + 2 * kv_width + gates,
+            kept_cheap=width
+            + kv_width
+            + gates,  # queries and keys, normed and rotated; gated output
+            gradients=2 * width + 2 * kv_width + gates,
+            workspace=2 * (width + 2 * kv_width + gates),
             flops_per_key=4 * width,
             query_heads=self.num_heads // tp,
         )

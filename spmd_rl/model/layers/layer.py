@@ -60,7 +60,8 @@ class TensorSpec:
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
     number of the expert that it belongs to. A fixed tensor is float32 and not trained
-    (`fixed_parameters.py`). A router's weight is never in few bits.
+    (`fixed_parameters.py`). A router's weight is never in few bits. Vectors other than biases begin
+    as `start`.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TensorSpec:
     writes_residual: bool = False  # whether its product is added to the residual stream
     is_fixed: bool = False
     is_router: bool = False
+    start: float = 1.0
 
     @property
     def num_elements(self) -> int:

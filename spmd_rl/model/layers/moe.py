@@ -30,7 +30,7 @@ class Moe:
 
     With `normalizes_weights`, the weights of a token's experts add up to one, before `sigmoid`
     scales them; it is None where a softmax is the choice. Every token takes `shared_size` hidden
-    units besides.
+    units besides, times the sigmoid of a gate if there is a `shared_gate`.
     """
 
     hidden_size: int
@@ -40,6 +40,7 @@ class Moe:
     normalizes_weights: bool = True
     shared_size: int = 0
     sigmoid: SigmoidRouter | None = None
+    shared_gate: bool = False
     name: str = "mlp"
 
     def parameters(self) -> Sequence[TensorSpec]:
@@ -50,8 +51,10 @@ class Moe:
         for number in range(self.num_experts):
             found += self.expert_parameters(number)
         if self.shared_size:
-            shared = f"{self.name}.shared_experts"
+            shared = f"{self.name}.{'shared_expert' if self.shared_gate else 'shared_experts'}"
             found += gated_parameters(shared, hidden, self.shared_size, False)
+            if self.shared_gate:
+                found.append(TensorSpec(f"{shared}_gate.weight", (1, hidden), is_router=True))
         return found
 
     def expert_parameters(self, number: int) -> list[TensorSpec]:
@@ -69,7 +72,7 @@ class Moe:
             cost,
             parameters=num_elements(self.parameters()),
             idle=idle,
-            multiplied=cost.multiplied + self.hidden_size * self.num_experts,
+            multiplied=cost.multiplied + self.hidden_size * (self.num_experts + self.shared_gate),
             routed=2 * copies,
         )
 

@@ -28,6 +28,7 @@ from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.kernels.moe.symm_gather import RowSizes, SymmGather
+from spmd_rl.kernels.rowwise.activation import sigmoid_mul
 from spmd_rl.kernels.runtime.first_pass import keep, kept_before
 from spmd_rl.model.fused_projections import project_gated
 from spmd_rl.model.layers.expert_loads import ExpertLoads
@@ -67,6 +68,7 @@ class MoeMlp(nn.Module):
         normalizes_weights: bool,
         shared_size: int,
         sigmoid: SigmoidRouter | None,
+        shared_gate: bool,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
@@ -85,9 +87,10 @@ class MoeMlp(nn.Module):
         self.experts = nn.ModuleList(
             GatedMlp(hidden_size, expert_size, bias=False) for _ in range(num_experts)
         )
-        self.shared_experts = (
-            GatedMlp(hidden_size, shared_size, bias=False) if shared_size else None
-        )
+        shared = GatedMlp(hidden_size, shared_size, bias=False) if shared_size else None
+        self.shared_experts = None if shared_gate else shared
+        self.shared_expert = shared if shared_gate else None  # folders call it so with a gate
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if shared_gate else None
         self._kept = KeptAddresses()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ class MoeMlp(nn.Module):
         `routed` computes the former where this rank has all experts. Where ranks share them, the
         latter is computed while rows are on their way.
         """
-        shared, given = self.shared_experts, list[Tensor]()
+        shared, given = self._shared, list[Tensor]()
         own = self._own_rows(len(x))
         rows = x[own], ExpertRoutes(routes.ids[own], routes.weights[own])
         if not isinstance(self.experts, SplitExperts):
@@ -184,6 +187,17 @@ class MoeMlp(nn.Module):
         if shared is None:
             return output
         return output + (given.pop() if given else shared(x))
+
+    @property
+    def _shared(self) -> Callable[[Tensor], Tensor] | None:
+        """What gives each row what every token takes; None for nothing."""
+        return self.shared_experts if self.shared_expert_gate is None else self._by_gate
+
+    def _by_gate(self, x: Tensor) -> Tensor:
+        assert self.shared_expert is not None and self.shared_expert_gate is not None
+        # a product with one column could be another kernel's for other numbers of rows
+        gate = (x.float() * self.shared_expert_gate.weight.float()).sum(-1, keepdim=True)
+        return sigmoid_mul(self.shared_expert(x), gate)
 
     def _own_rows(self, num_rows: int) -> slice:
         """Return the rows for which this rank has experts compute."""

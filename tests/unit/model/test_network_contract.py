@@ -56,6 +56,8 @@ LAYERS_OTHERWISE = {
     "qkv_bias": True,
     "out_bias": True,
     "qk_norm": False,
+    "zero_centred": True,
+    "gated": True,
     "intermediate_size": 96,
     "bias": True,
 }
@@ -85,8 +87,14 @@ def test_what_a_model_computes_by_is_part_of_it(name: str) -> None:
 def test_nothing_of_a_model_is_forgotten() -> None:
     own = {field.name for field in fields(ModelSpec)}
     of_layers = {field.name for kind in (Gqa, Mlp) for field in fields(kind)}
-    # the last are tensors of the folder that no forward pass reads
-    assert own - OTHER_MODELS.keys() == {"family", "eos_ids", "init_std", "unused"}
+    # the last are of tensors of the folder that no forward pass reads, and of names
+    assert own - OTHER_MODELS.keys() == {
+        "family",
+        "eos_ids",
+        "init_std",
+        "unused",
+        "folder_prefix",
+    }
     assert of_layers - OTHER_MODELS.keys() == {"name"}
 
 
