@@ -40,5 +40,5 @@ def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend, page_size: int)
     """
     caches = [block.cache() for block in spec.distinct_blocks()]
     queries = [0 if one is None else one.queries_per_key for one in caches]
-    all_have_keys = all(one is None or one.queries_per_key for one in caches)
+    all_have_keys = all(one is None or one.queries_per_key or not one.arrays for one in caches)
     return all_have_keys and all(backend.fits_cuda_graphs(page_size, one) for one in queries)

@@ -84,6 +84,16 @@ class ModelSpec:
         multiplied = sum(block.cost().multiplied for block in self.blocks)
         return 2 * (multiplied + self.vocab_size * self.hidden_size)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers hand states of sequences on."""
+        return self.state_bytes(1) > 0
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a sequence's states in all layers, of passes with such elements."""
+        counts = Counter(block.cache() for block in self.blocks)
+        return sum(n * one.state_bytes(element_bytes) for one, n in counts.items() if one)
+
     def parameters(self, head: Head = "lm") -> Iterator[TensorSpec]:
         """Yield every parameter in the network's order, by its name in a Hugging Face folder."""
         yield from _parameters(self, head)

@@ -22,6 +22,13 @@ def cache_token_bytes(
     return sum(elements) + max(elements) * element_bytes
 
 
+def num_state_slots(batch: int) -> int:
+    """Return how many slots an engine has for the states that layers hand on: for each sequence of
+    a batch, for padding, and for snapshots of an eighth as many prompts.
+    """
+    return batch + 1 + max(1, batch // 8)
+
+
 def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
     """Return the bytes left for pages, of the `fraction` of a GPU that a run may use.
 
@@ -40,5 +47,7 @@ def kv_pages(
     """
     context_pages = -(-context // page_size)
     num_wanted = batch * context_pages
-    affordable = num_wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
+    affordable = num_wanted
+    if budget_bytes is not None and token_bytes:
+        affordable = budget_bytes // (token_bytes * page_size)
     return max(context_pages, min(num_wanted, affordable))

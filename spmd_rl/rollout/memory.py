@@ -17,7 +17,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES, GatheredRow, gather_bytes
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
-from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages, num_state_slots
 from spmd_rl.rollout.native.config import GPU_STEP_TOKENS
 from spmd_rl.weights.plan.layout import ITEM_BYTES
 
@@ -121,16 +121,16 @@ def kv_bytes(
     tp: int = 1,
 ) -> int:
     """Return the bytes of an engine's keys and values on one of its `tp` ranks: as many as are set,
-    else as fit beside `reserved_bytes`.
+    else as fit beside `reserved_bytes`. Those of the states that layers hand on are among them.
     """
     token_bytes, page_size = _token_bytes(spec, cfg, tp), cfg.page_tokens
-    budget = None
+    budget, states = None, _state_bytes(spec, cfg)
     if capacity_bytes is not None:
-        budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
+        budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes + states)
     pages = cfg.num_pages or kv_pages(
         token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
     )
-    return pages * page_size * token_bytes
+    return pages * page_size * token_bytes + states
 
 
 def running_kv_bytes(
@@ -142,11 +142,11 @@ def running_kv_bytes(
     It is what the pages must hold so that no sequence waits for another; at least one context, and
     as many as are set.
     """
-    context = sequence_kv_bytes(spec, cfg, spec.max_positions, tp)
+    context, states = sequence_kv_bytes(spec, cfg, spec.max_positions, tp), _state_bytes(spec, cfg)
     if cfg.num_pages:
-        return cfg.num_pages * cfg.page_tokens * _token_bytes(spec, cfg, tp)
+        return cfg.num_pages * cfg.page_tokens * _token_bytes(spec, cfg, tp) + states
     sequence = sequence_kv_bytes(spec, cfg, num_tokens, tp)
-    return max(min(num_sequences, cfg.max_batch) * sequence, context)
+    return max(min(num_sequences, cfg.max_batch) * sequence, context) + states
 
 
 def sequence_kv_bytes(spec: ModelSpec, cfg: EngineConfig, num_tokens: int, tp: int = 1) -> int:
@@ -158,6 +158,11 @@ def sequence_kv_bytes(spec: ModelSpec, cfg: EngineConfig, num_tokens: int, tp: i
 def item_bytes(cfg: EngineConfig) -> int:
     """Return the bytes of an element of an engine on a GPU."""
     return ITEM_BYTES["bfloat16" if cfg.dtype == "auto" else cfg.dtype]
+
+
+def _state_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
+    """Return the bytes of all slots of the states that layers hand on."""
+    return num_state_slots(cfg.max_batch) * spec.state_bytes(item_bytes(cfg))
 
 
 def _token_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int) -> int:

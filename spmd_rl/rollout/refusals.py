@@ -90,6 +90,11 @@ NATIVE_REFUSED = (
     ),
     *IN_PARTS,
     Combination(
+        {"split.infer.tp": above(1), "model.has_states": ON, "model": ON},
+        "{0} does not go with {2}, whose layers hand on a state of each sequence: set {0.key} = 1, "
+        "as ranks do not share such layers",
+    ),
+    Combination(
         {"split.infer.ep": above(1), "split.infer.tp": above(1)},
         "{0} does not go with {1}, whose ranks share experts too: set ep to 1",
     ),
@@ -116,6 +121,11 @@ SGLANG_REFUSED = (
             f"bfloat16 here; set {{0.key}} = {full!r}",
         )
         for name, full in zip(FORMATS, ("full", "full", (0, 0)), strict=True)
+    ),
+    Combination(
+        {"model": ON, "model.has_states": ON},
+        "{0} has layers that hand on a state of each sequence, which engine.kind = 'sglang' does "
+        "not support here: set engine.kind = 'native'",
     ),
     Combination(
         {"model": ON, "model.corrections": ON},

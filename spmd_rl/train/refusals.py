@@ -144,6 +144,14 @@ AXES_REFUSED = (
             ("backend.offload", "master", "master weights stay awake"),
         )
     ),
+    *(
+        Combination(
+            {key: above(1), "model.has_states": ON, "model": ON},
+            "{0} does not go with {2}, whose layers hand on a state of each sequence: set {0.key} "
+            "= 1, as ranks do not share such layers",
+        )
+        for key in ("split.train.tp", "split.train.cp", "run.row_shards")
+    ),
     Combination(
         {"trainer.deterministic": ON, "split.train.dp": above(1)},
         "{0.key}: gradients of {1.value} replicas are summed in an order of NCCL's or gloo's own; "

@@ -96,6 +96,7 @@ class HostGraphs(DecodeGraphs):
             starts=starts,
             lengths=(starts * 0 + 1),
             slots=page * self._cache.page_size + starts % self._cache.page_size,
+            states=inputs["rows"][:num_used].numpy(),
         )
 
 
@@ -111,6 +112,9 @@ class _Padded:
             found = self._inner.rotate_and_attend(layer, q, k, v, *how)
             out[: self._num_used] = found[: self._num_used]
         return out
+
+    def sequences(self, layer: int) -> Any:
+        return self._inner.sequences(layer) if self._num_used else ()
 
 
 class NoPrefillGraphs:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import with_codes
+from spmd_rl.kernels.attention.states import PackedStates, SequenceStates
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
@@ -58,3 +59,18 @@ class PackedAttention(TokenAttention):
             before = int(self.prefixes[number])
             parts = [new] if before < 0 else [own[before], new]
             yield new, [torch.cat([one[part] for part in parts]) for one in rows]
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
+        continues = self.prefixes >= 0
+        if not continues.any():
+            yield slice(0, int(self.lengths.sum())), PackedStates(self.lengths)
+            return
+        of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        first = PackedStates(self.lengths[~continues])
+        yield self._rows(~continues[of_token]), first
+        number = np.cumsum(~continues) - 1  # of each sequence among the first ones
+        parents = number[self.prefixes[continues]]
+        yield self._rows(continues[of_token]), PackedStates(self.lengths[continues], first, parents)
+
+    def _rows(self, are_meant: NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(are_meant)).to(self.device)

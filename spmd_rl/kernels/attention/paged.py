@@ -15,6 +15,15 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.attention.states import (
+    ALIGNMENT,
+    SequenceStates,
+    SlotStates,
+    StateArray,
+    StateSlots,
+    state_arrays,
+    state_bytes,
+)
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvCoding, KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
@@ -27,7 +36,7 @@ class LayerPages(Protocol):
     """What one layer keeps of each token: arrays, each with this shape for a token.
 
     `queries_per_key` is above 0 if they are the keys and values of attention, each [K, D], to each
-    of which so many query heads attend.
+    of which so many query heads attend. `states` it keeps of each sequence.
     """
 
     @property
@@ -36,9 +45,13 @@ class LayerPages(Protocol):
     @property
     def queries_per_key(self) -> int: ...
 
+    @property
+    def states(self) -> tuple[StateArray, ...]: ...
+
 
 class KvCache:
     """Pages of every layer, of keys and values or other arrays; slot = page * page_size + offset.
+    Beside them are `num_states` slots of the states that layers keep of sequences.
 
     `layers` says for each layer what it keeps, None for nothing. `layers` of the cache are then the
     tensors of each: of attention as `backend` lays them out, of others [num_pages, page_size, ...].
@@ -62,6 +75,7 @@ class KvCache:
         allocate: Callable[[int], Tensor] | None = None,
         split: int = 0,
         exponents: KvExponents | None = None,
+        num_states: int = 0,
     ) -> None:
         keys = [one for one in layers if one is not None and one.queries_per_key]
         self.kv_heads, head_dim, self.heads_per_kv = _shape_of_keys(keys)
@@ -74,22 +88,29 @@ class KvCache:
         self.tile_counter = torch.zeros(1, dtype=torch.int32, device=device)
         layer_shape = self.backend.cache_shape(num_pages, page_size, self.kv_heads, head_dim)
         shapes = [(len(keys), 2, *layer_shape)]
-        others = [one for one in layers if one is not None and not one.queries_per_key]
+        others = [one for one in layers if one and one.arrays and not one.queries_per_key]
         shapes += [(num_pages, page_size, *shape) for one in others for shape in one.arrays]
         sizes = [math.prod(shape) for shape in shapes]
-        if exponents is not None:
-            assert not others, "layers with other arrays hold no codes"
-            dtype = torch.uint8
-        self.num_bytes = sum(sizes) * dtype.itemsize
+        states = [() if one is None else one.states for one in layers]
+        of_states = [state_bytes(one, num_states, dtype.itemsize) for one in states]
+        page_dtype = dtype if exponents is None else torch.uint8
+        assert not (others and exponents), "layers with other arrays hold no codes"
+        in_pages = sum(sizes) * page_dtype.itemsize
+        begin = -(-in_pages // ALIGNMENT) * ALIGNMENT if any(of_states) else in_pages
+        self.num_bytes = begin + sum(of_states)
         memory = _zeros(self.num_bytes, device) if allocate is None else allocate(self.num_bytes)
-        parts = memory.view(dtype).split(sizes)
+        parts = memory[:in_pages].view(page_dtype).split(sizes)
         self.data, *self.others = (
             one.view(shape) for one, shape in zip(parts, shapes, strict=True)
         )
+        self.states = [
+            state_arrays(part, one, num_states, dtype)
+            for part, one in zip(memory[begin:].split(of_states), states, strict=True)
+        ]
         of_keys, of_others = iter(self.data), iter(self.others)
         self.layers: list[tuple[Tensor, ...]] = []
         for layer in layers:
-            if layer is None:
+            if layer is None or not layer.arrays:
                 self.layers.append(())
             elif layer.queries_per_key:
                 self.layers.append(tuple(next(of_keys)))
@@ -127,6 +148,13 @@ class KvCache:
         for pages in self.others:
             pages.index_copy_(0, written, pages.index_select(0, read))
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Overwrite each of the slots `targets` with that of `sources`, in all layers."""
+        read, written = (upload(np.array(slots), self.device) for slots in (sources, targets))
+        for arrays in self.states:
+            for one in arrays:
+                one.index_copy_(0, written, one.index_select(0, read))
+
 
 def _shape_of_keys(keys: Sequence[LayerPages]) -> tuple[int, int, int]:
     """Return the key-value heads, their size, and the query heads for each of them.
@@ -163,10 +191,12 @@ class PagedAttention(TokenAttention):
         slots: Tensor,
         kernel: AttentionKernel,
         tables: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self.cache = cache
         self.slots = slots
         self.kernel = kernel
+        self.states = states  # where layers of the cache have any
         # on the host: pages, tokens already in the cache, and new tokens of each sequence
         self.tables = tables
 
@@ -179,30 +209,44 @@ class PagedAttention(TokenAttention):
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
         slots: NDArray[np.int64],
+        states: NDArray[np.int64] | None = None,
     ) -> PagedAttention:
         """Prepare a step with any number of new tokens for each sequence.
 
         Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in),
         starts [B] (tokens already in the cache), lengths [B] (new tokens, at least 1), slots [T]
-        (where each new token's key goes).
+        (where each new token's key goes), states [B] (each sequence's slot of states).
         """
+        of_states = None
+        if states is not None:
+            of_states = StateSlots.of_chunks(states, starts, lengths, cache.device)
         kernel = cache.backend.chunks(
             page_table, starts, lengths, cache.page_size, cache.heads_per_kv, cache.tile_counter
         )
-        return cls(cache, upload(slots, cache.device), kernel, (page_table, starts, lengths))
+        tables = page_table, starts, lengths
+        return cls(cache, upload(slots, cache.device), kernel, tables, of_states)
 
     @classmethod
     def decode(
-        cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor
+        cls,
+        cache: KvCache,
+        *,
+        pages: Tensor,
+        num_keys: Tensor,
+        slots: Tensor,
+        states: Tensor | None = None,
     ) -> PagedAttention:
         """Prepare a step with one new token for each sequence; all state is on the GPU.
 
         Only for backends that fit CUDA graphs. Shape: pages [B, P], P whole splits if the cache has
         them, and num_keys [B] (the new token's included) int32; slots [B] int64, which write
-        nothing where they are below 0.
+        nothing where they are below 0; states [B] int64, each sequence's slot of states.
         """
         kernel = cache.backend.decode(pages, num_keys, cache.page_size, cache.tile_counter)
-        return cls(cache, slots, kernel)
+        of_states = None
+        if states is not None:
+            of_states = StateSlots(states, np.ones(len(states), np.int64), num_keys == 1)
+        return cls(cache, slots, kernel, states=of_states)
 
     @classmethod
     def prefill(
@@ -242,6 +286,11 @@ class PagedAttention(TokenAttention):
             so_far = [array[own].flatten(0, 1)[: start + length] for array in pages]
             yield slice(first, first + length), so_far
             first += length
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice, SequenceStates]]:
+        assert self.states is not None, "a step of layers with states has slots of them"
+        rows = slice(0, int(self.states.lengths.sum()))
+        yield rows, SlotStates(self.cache.states[layer], self.states)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend to what is in the cache, the new keys and values included."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
+from spmd_rl.kernels.attention.states import SequenceStates
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.runtime.differentiable import call
 
@@ -76,6 +77,9 @@ class SharedAttention(TokenAttention):
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         raise ContractError("ranks that share tokens share heads, and these rows have none")
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
+        raise ContractError("ranks that share tokens share heads, and no states of sequences")
 
 
 class _ToHeads(torch.autograd.Function):

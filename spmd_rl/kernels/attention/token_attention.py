@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from spmd_rl.kernels.attention.states import SequenceStates
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 
@@ -30,6 +31,14 @@ class TokenAttention(ABC):
         gives the range of its new tokens, and all its rows, the new ones last. Tokens of which
         nothing is kept are padding, and in no range.
         Shape: each of rows [T', ...]; yields [S, ...] each.
+        """
+
+    @abstractmethod
+    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
+        """Yield sequences of the pass with their states, those that others continue first.
+
+        It is for layers that hand on a state. The first of a pair says which rows of the pass their
+        new tokens are, laid end to end. Rows that none names are padding.
         """
 
     def rotate_and_attend(

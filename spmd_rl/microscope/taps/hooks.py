@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention, TokenAttention
+from spmd_rl.kernels.attention.states import SequenceStates
 from spmd_rl.microscope.taps.points import BEFORE, Point, know_points
 from spmd_rl.model.fused_projections import FusedProjections
 from spmd_rl.model.layers.block import BlockSpec
@@ -109,6 +110,9 @@ class _HookedAttention(TokenAttention):
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         return self._attend.history(layer, *rows)
 
+    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
+        return self._attend.sequences(layer)
+
 
 def _attend_observed(
     attend: TokenAttention, observe: Observe, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -124,7 +128,7 @@ class _HookedPagedAttention(PagedAttention):
     """
 
     def __init__(self, attend: PagedAttention, observe: Observe) -> None:
-        super().__init__(attend.cache, attend.slots, attend.kernel, attend.tables)
+        super().__init__(attend.cache, attend.slots, attend.kernel, attend.tables, attend.states)
         self._attend, self._observe = attend, observe
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ from spmd_rl.model.families.glm4_moe import GLM4_MOE
 from spmd_rl.model.families.llama import LLAMA
 from spmd_rl.model.families.qwen2 import QWEN2
 from spmd_rl.model.families.qwen3 import QWEN3
+from spmd_rl.model.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from spmd_rl.model.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from spmd_rl.model.families.qwen3_moe import QWEN3_MOE
+from spmd_rl.model.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -16,6 +19,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "glm4_moe": GLM4_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
 }
 
 __all__ = ["FAMILIES", "Family"]

@@ -55,7 +55,7 @@ def kv_exponents(cfg: Formats) -> Exponents | None:
 def require_keys(spec: ModelSpec) -> None:
     """Raise a ConfigError for a model with layers that keep other arrays than keys and values."""
     caches = (block.cache() for block in spec.distinct_blocks())
-    if any(one is not None and not one.queries_per_key for one in caches):
+    if any(one is not None and one.arrays and not one.queries_per_key for one in caches):
         raise ConfigError(OTHER_ARRAYS)
 
 

@@ -11,6 +11,7 @@ from spmd_rl.model.layers.layer import (
     CacheSpec,
     LayerCost,
     PointDef,
+    StateSpec,
     TensorSpec,
     num_elements,
     product,
@@ -91,9 +92,10 @@ class GatedDelta:
         )
 
     def cache(self, tp: int = 1) -> CacheSpec:
-        """Return the rows before the convolution, and those that the gates are made of."""
-        heads = self.num_value_heads
-        return CacheSpec(((self.conv_width,), (heads,), (heads,)))
+        """Return the last rows before the convolution, and the states of the value heads."""
+        rows = StateSpec((self.conv_size - 1, self.conv_width), is_wide=False)
+        heads = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return CacheSpec(states=(rows, StateSpec(heads, is_wide=True)))
 
     def part(self, tp: int) -> GatedDelta:
         if tp > 1:

@@ -1,10 +1,4 @@
-"""Torch module of the gated delta rule.
-
-It keeps each token's rows before the convolution, as attention keeps keys: in pages, so that
-prefixes are shared and sequences fork as ever. Each pass computes the whole sequence again, from
-its first token. That is exact and slow: a decoded token costs as much as its whole history. An
-engine that keeps states of sequences will replace it, with the same bits.
-"""
+"""Torch module of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -14,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import Rotary, TokenAttention
-from spmd_rl.kernels.delta.rule import DeltaHeads, DeltaWeights, gated_delta, gated_rms_norm
+from spmd_rl.kernels.delta.rule import (
+    DeltaHeads,
+    DeltaStates,
+    DeltaWeights,
+    gated_delta,
+    gated_rms_norm,
+)
 from spmd_rl.model.linear import Linear
 
 
@@ -56,14 +56,16 @@ class DeltaMixer(nn.Module):
         projected = [getattr(self, projection)(x) for projection in self.projections]
         qkv, z, b, a = self._per_kind(*projected) if self.fused else projected
         weights = DeltaWeights(self.conv1d.weight, self.dt_bias, self.A_log)
-        mixed = []
-        for new, (qkv_rows, b_rows, a_rows) in attend.history(self.number, qkv, b, a):
-            whole = gated_delta(qkv_rows, b_rows, a_rows, weights, self.heads)
-            mixed.append(whole[new.start - new.stop :])
-        out = torch.cat(mixed)
-        padding = out.new_zeros(len(x) - len(out), *out.shape[1:])
-        normed = self.norm(torch.cat([out, padding]), z.unflatten(-1, out.shape[1:]))
-        return self.out_proj(normed.flatten(1))
+        z = z.unflatten(-1, (self.heads.values, self.heads.value_dim))
+        mixed = z.new_zeros(z.shape, dtype=torch.float32)
+        for rows, states in attend.sequences(self.number):
+            before = states.begin()
+            begin = None if before is None else DeltaStates(*before)
+            mixed[rows], after = gated_delta(
+                qkv[rows], b[rows], a[rows], weights, self.heads, states.lengths, begin
+            )
+            states.end(*after)
+        return self.out_proj(self.norm(mixed, z).flatten(1))
 
     def _per_kind(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
         """Return (qkv, z, b, a) of the two projections, whose rows are laid out per key head."""

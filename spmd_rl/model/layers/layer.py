@@ -128,20 +128,34 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """An array that a layer hands on from token to token, in fp32 or in the dtype of a pass."""
+
+    shape: Dims
+    is_wide: bool
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """What an engine keeps of each token in its pages: arrays, each with this shape for a token.
 
     `queries_per_key` is above 0 if they are the keys and values of attention, each [heads, size],
     to each of which so many query heads attend. The kernels of attention lay these out.
+    `states` it keeps of each sequence, as they are after its newest token.
     """
 
-    arrays: tuple[Dims, ...]
+    arrays: tuple[Dims, ...] = ()
     queries_per_key: int = 0
+    states: tuple[StateSpec, ...] = ()
 
     @property
     def num_elements(self) -> int:
         """Elements of a token."""
         return sum(map(prod, self.arrays))
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a sequence, in a pass with elements of so many."""
+        return sum(prod(one.shape) * (4 if one.is_wide else element_bytes) for one in self.states)
 
 
 @dataclass(frozen=True)
@@ -181,7 +195,7 @@ class LayerSpec(Protocol):
         """Return the cost on one of `tp` ranks that share the layer; `parameters` are all."""
 
     def cache(self, tp: int = 1) -> CacheSpec | None:
-        """Return what one of `tp` ranks keeps of each token in pages; None for nothing."""
+        """Return what one of `tp` ranks keeps of tokens and sequences; None for nothing."""
 
     def part(self, tp: int) -> LayerSpec:
         """Return the layer of one of `tp` ranks of an engine that share this one.

@@ -28,12 +28,14 @@ from spmd_rl.rollout.waiting_queue import WaitingQueue
 class _Allocation(NamedTuple):
     """Pages of a new row; its first `num_cached` tokens have K/V there.
 
-    `tail_copy` is (source page, target page) if the tail of the prompt is copied.
+    `tail_copy` is (source page, target page) if the tail of the prompt is copied, and `states` the
+    slot of the states after these tokens if layers have any.
     """
 
     pages: list[int]
     num_cached: int
     tail_copy: tuple[int, int] | None
+    states: int | None
 
 
 @dataclass
@@ -44,6 +46,7 @@ class _AdmittedWork:
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     copies_before: list[tuple[int, int]] = field(default_factory=list)
+    states_before: list[tuple[int, int]] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     delayed: list[Request] = field(default_factory=list)
 
@@ -105,13 +108,14 @@ class Admission:
         self.num_delayed = len(work.delayed)
         self._table.fill_forks(work.forks)
         if not work.rows:
-            return replace(plan, copies_before=work.copies_before)
+            return replace(plan, copies_before=work.copies_before, states_before=work.states_before)
         return StepPlan(
             np.concatenate([plan.rows, np.array(work.rows)]),
             np.concatenate([plan.starts, np.array(work.starts)]),
             np.concatenate([plan.lengths, np.array(work.lengths)]),
             work.copies_before,
             self._copies_after(work.forks),
+            work.states_before,
         )
 
     def _copies_after(self, forks: list[Fork]) -> list[tuple[int, int]]:
@@ -128,7 +132,7 @@ class Admission:
         start, length = int(self._table.num_computed[row]), int(self._table.length[row])
         if self._separate_prefill and length - start == 1:
             return  # the row joins the next decoding step
-        chunk = budget.take(start, length - start)
+        chunk = budget.take(start, self._prefixes.num_before_stop(row, start, length - start))
         if start + chunk < length:
             self._counters.num_partial_chunks += 1
         if not chunk:
@@ -151,11 +155,13 @@ class Admission:
         self._counters.add_admissions(1, request.num_tokens, num_cached)
         if len(request.past):  # all but its last token had been computed
             self._counters.num_recomputed_tokens += request.num_tokens - 1 - num_cached
-        if allocation.tail_copy is None:
-            self._prefixes.begin_tail(row, prefix, request.num_tokens)
-        else:
+        if allocation.tail_copy is not None:
             work.copies_before.append(allocation.tail_copy)
             self._counters.num_copied_tails += 1
+        if allocation.states is not None:
+            work.states_before.append((allocation.states, row))
+        if num_cached < request.num_tokens - 1:
+            self._prefixes.begin_tail(row, prefix, request)
         return row
 
     def _allocate(self, request: Request, prefix: PrefixKeys) -> _Allocation | None:
@@ -164,27 +170,28 @@ class Admission:
         One page for each running row stays free, so that an admission does not soon preempt itself.
         """
         page_size = self._table.page_size
-        # At least one token is computed, for the logits that the next one is drawn from.
-        num_reusable = request.num_tokens - 1
         num_needed = -(-request.num_tokens // page_size)
-        cached = self._pool.find_prefix(prefix.pages[: num_reusable // page_size])
-        all_cached = len(cached) == num_reusable // page_size
-        tail = self._pool.find_tail(prefix.tail) if all_cached else None
+        cached, tail, num_cached, states = self._prefixes.find(request, prefix)
         retained = cached if tail is None else [*cached, tail]
         self._pool.retain(retained)
         num_new = num_needed - len(cached)
         if tail is not None and self._pool.num_available < num_new:
             # The pool is so small that the row needs the tail's page itself.
-            self._pool.release([tail])
-            retained, tail = cached, None
+            if states is None:
+                self._pool.release([tail])
+                retained, tail, num_cached = cached, None, len(cached) * page_size
+            else:
+                self._pool.release(retained)
+                retained, cached, tail, num_cached, states = [], [], None, 0, None
+                num_new = num_needed
         if self._pool.num_available < num_new + len(self._running):
             self._pool.release(retained)
             return None
         new = [self._pool.allocate() for _ in range(num_new)]
         if tail is None:
-            return _Allocation(cached + new, len(cached) * page_size, None)
+            return _Allocation(cached + new, num_cached, None, states)
         self._pool.release([tail])
-        return _Allocation(cached + new, num_reusable, (tail, new[0]))
+        return _Allocation(cached + new, num_cached, (tail, new[0]), states)
 
     def _fork(self, parent: int, request: Request, work: _AdmittedWork) -> list[int]:
         """Return new rows for the next samples of `request`'s prompt, forked from row `parent`.

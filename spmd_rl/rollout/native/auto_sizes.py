@@ -13,7 +13,7 @@ from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
-from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages, num_state_slots
 from spmd_rl.rollout.native.config import GPU_STEP_TOKENS, NativeEngineConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -73,6 +73,7 @@ def auto_pages(
     token_bytes = cache_token_bytes(spec, dtype.itemsize, cache=cfg.cache)
     on_gpu = device.type == "cuda"
     budget = _gpu_budget(cfg, device, reserved_bytes) if on_gpu else CPU_POOL_BYTES
+    budget -= num_state_slots(cfg.max_batch) * spec.state_bytes(dtype.itemsize)
     pages = kv_pages(
         token_bytes,
         page_size,

@@ -212,7 +212,11 @@ class DecodeGraphs:
             self._cache.page_size,
         )
         attend = PagedAttention.decode(
-            self._cache, pages=inputs["pages"], num_keys=batch.num_keys, slots=batch.slots
+            self._cache,
+            pages=inputs["pages"],
+            num_keys=batch.num_keys,
+            slots=batch.slots,
+            states=inputs["rows"],
         )
         with using_rows(batch.slots):
             given = batch.tokens, batch.positions, attend

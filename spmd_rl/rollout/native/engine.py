@@ -25,6 +25,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import Request, StepOutput
+from spmd_rl.rollout.kv_pages import num_state_slots
 from spmd_rl.rollout.native.auto_sizes import EngineSizes, agree, choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine_memory import EngineMemory
@@ -36,6 +37,7 @@ from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.sampled_tokens import SampledTokens
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.snapshots import Snapshots
 from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
@@ -102,6 +104,12 @@ class NativeEngine:
             bound = prefill_bound(model.own_spec, device, cfg)
             model.pack_projections()
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
+        self._num_states = 0
+        snapshots = None
+        if spec.has_states:  # a slot for each row, one for the padding of graphs, and snapshots
+            self._num_states = num_state_slots(cfg.max_batch)
+            first = cfg.max_batch + 1
+            snapshots = Snapshots(first, self._num_states - first)
         self.scheduler = Scheduler(
             self.table,
             PagePool(sizes.num_pages),
@@ -110,6 +118,7 @@ class NativeEngine:
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
             prefill_bound=bound,
+            snapshots=snapshots,
         )
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
@@ -223,6 +232,7 @@ class NativeEngine:
             allocate=self._memory.allocate_pages,
             split=self.cfg.attention_split,
             exponents=self.model.exponents,
+            num_states=self._num_states,
         )
         return ModelRunner(
             self.model,

@@ -99,6 +99,8 @@ class ModelRunner:
         """
         if plan.copies_before:
             self.cache.copy_pages(*zip(*plan.copies_before, strict=True))
+        if plan.states_before:
+            self.cache.copy_states(*zip(*plan.states_before, strict=True))
         graphs = self._decode_graphs
         decodes = graphs is not None and samples.all() and (plan.lengths == 1).all()
         if self._joint is None:
@@ -138,6 +140,8 @@ class ModelRunner:
             passed = self._passed(chunks)
         if plan.copies_after:
             self.cache.copy_pages(*zip(*plan.copies_after, strict=True))
+        if plan.states_after:
+            self.cache.copy_states(*zip(*plan.states_after, strict=True))
         # A fork adds no token, so its last token is that of the row before it.
         last_tokens = np.cumsum(plan.lengths)[samples] - 1
         routed = self._routed(plan, passed.routes, chunks.slots, last_tokens)
@@ -187,6 +191,7 @@ class ModelRunner:
             starts=plan.starts[busy],
             lengths=plan.lengths[busy],
             pages=pages[plan.rows[busy], : int(page.max()) + 1],
+            rows=plan.rows[busy],
         )
 
     def _passed(self, chunks: PrefillChunks) -> PassedTokens:
@@ -197,6 +202,7 @@ class ModelRunner:
             starts=chunks.starts,
             lengths=chunks.lengths,
             slots=chunks.slots,
+            states=chunks.rows,
         )
         inputs = self._tensor(chunks.tokens), self._tensor(chunks.positions), attend
         return PassedTokens.of(lambda: self._model(*inputs), self._route_dtype)

@@ -31,9 +31,11 @@ NO_SLOT = -1
 class PrefillChunks(NamedTuple):
     """New tokens of several sequences, end to end, with their positions and slots in the cache.
 
-    Sequence b has `starts[b]` tokens in the cache before, and `lengths[b]` new ones.
+    Sequence b has `starts[b]` tokens in the cache before, and `lengths[b]` new ones; it is that of
+    row `rows[b]`.
     Entries of `pages` past a sequence's own pages may hold anything.
-    Shape: tokens, positions and slots [T]; starts, lengths [B]; pages [B, P]; all int64.
+    Shape: tokens, positions and slots [T]; starts, lengths, rows [B]; pages [B, P]; all
+    int64.
     """
 
     tokens: NDArray[np.int64]
@@ -42,6 +44,7 @@ class PrefillChunks(NamedTuple):
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     pages: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
 
 class PassedTokens(NamedTuple):

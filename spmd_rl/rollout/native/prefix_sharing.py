@@ -3,6 +3,9 @@
 The reusable prefix of a sequence is all of it but the last token, which each sequence computes for
 itself to draw from. Full pages are shared. The rest of the prefix lies on the next page; this tail
 is copied once a row has computed it.
+
+Where layers hand states on, a sequence can begin only where there is a snapshot of them. So the row
+that computes a tail stops at its end, and a snapshot is taken there.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key, tail_key
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.snapshots import Prefix, Snapshots
 from spmd_rl.rollout.native.step_plan import StepPlan
 
 
@@ -31,16 +35,37 @@ class PrefixKeys(NamedTuple):
 NO_KEYS = PrefixKeys([], b"")
 
 
+class CachedPrefix(NamedTuple):
+    """The longest prefix of a request that is there: its full pages, the page that begins with its
+    tail if it has any, all its tokens, and the slot of the states after them, if layers have any.
+    """
+
+    pages: list[int]
+    tail_page: int | None
+    num_tokens: int
+    states: int | None = None
+
+
 class PrefixSharing:
-    """Keys of the rows and requests of one scheduler, under the present weights."""
+    """Keys of the rows and requests of one scheduler, under the present weights.
+
+    With `snapshots`, layers of the model hand states on.
+    """
 
     def __init__(
-        self, table: SequenceTable, pool: PagePool, *, min_tail: int, enabled: bool
+        self,
+        table: SequenceTable,
+        pool: PagePool,
+        *,
+        min_tail: int,
+        enabled: bool,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._table = table
         self._pool = pool
         self._page_size = table.page_size
-        self._min_tail = min_tail
+        self._snapshots = snapshots
+        self._min_tail = min_tail if snapshots is None else 0
         self._enabled = enabled
         self._root = root_key(0)
         self._latest: tuple[Request | NDArray[np.int32] | None, PrefixKeys] = (None, NO_KEYS)
@@ -53,6 +78,8 @@ class PrefixSharing:
         """Make keys for weights `version` from now on, which match none made before."""
         self._root = root_key(version)
         self._latest = None, NO_KEYS
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     def keys_of(self, request: Request) -> PrefixKeys:
         """Return the keys of `request`'s tokens.
@@ -69,6 +96,65 @@ class PrefixSharing:
             self._latest = source, keys
         return keys
 
+    def find(self, request: Request, prefix: PrefixKeys) -> CachedPrefix:
+        """Return what is there of a request's tokens but the last, without a reference.
+
+        At least one token is computed, for the logits that the next one is drawn from.
+        """
+        num_reusable = request.num_tokens - 1
+        num_full = num_reusable // self._page_size
+        pages = self._pool.find_prefix(prefix.pages[:num_full])
+        if self._snapshots is not None:
+            return self._find_snapshot(self._snapshots, request, prefix, pages)
+        tail = self._pool.find_tail(prefix.tail) if len(pages) == num_full else None
+        num_cached = len(pages) * self._page_size if tail is None else num_reusable
+        return CachedPrefix(pages, tail, num_cached)
+
+    def _find_snapshot(
+        self, snapshots: Snapshots, request: Request, prefix: PrefixKeys, pages: list[int]
+    ) -> CachedPrefix:
+        """Return the longest prefix with a snapshot, whose pages are there too."""
+        tokens = np.concatenate([request.prompt, request.past.tokens]).astype(np.int32)[:-1]
+        for num_pages in range(len(pages), -1, -1):
+            after = tokens[num_pages * self._page_size :].tobytes()
+            chain = prefix.pages[:num_pages]
+            key = chain[-1] if chain else self._root
+            for tail in snapshots.tails_after(key):
+                if not after.startswith(tail):
+                    continue
+                tail_tokens = np.frombuffer(tail, np.int32)
+                page = self._pool.find_tail(tail_key(chain, self._root, tail_tokens))
+                if tail and page is None:
+                    continue
+                num_tokens = num_pages * self._page_size + len(tail_tokens)
+                slot = snapshots.slot(Prefix(key, tail))
+                return CachedPrefix(pages[:num_pages], page if tail else None, num_tokens, slot)
+        return CachedPrefix([], None, 0)
+
+    def num_before_stop(self, row: int, start: int, missing: int) -> int:
+        """Return how many of a row's `missing` tokens behind `start` others the next step may
+        compute: those before the place of a snapshot, if one is to be taken.
+        """
+        if self._snapshots is None or row not in self._tails:
+            return missing
+        return min(missing, self._tails[row][0] - start)
+
+    def take_snapshots(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Return pairs (row, slot) of the snapshots to take once the step is computed."""
+        if self._snapshots is None or not self._tails:
+            return []
+        taken = []
+        ends = (plan.starts + plan.lengths).tolist()
+        for row, end in zip(plan.rows.tolist(), ends, strict=True):
+            if row in self._tails and end == self._tails[row][0]:
+                num_full, tokens = end // self._page_size, self._table.tokens[row, :end]
+                keys = self._row_keys[row].copy()
+                extend_keys(keys, self._root, tokens, self._page_size)
+                chain = keys[num_full - 1] if num_full else self._root
+                tail = tokens[num_full * self._page_size :].tobytes()
+                taken.append((row, self._snapshots.take(Prefix(chain, tail))))
+        return taken
+
     def is_tail_in_progress(self, prefix: PrefixKeys) -> bool:
         """Return whether a row is computing the tail, so that waiting for it pays."""
         return prefix.tail in self._tails_in_progress
@@ -84,10 +170,13 @@ class PrefixSharing:
         del self._row_keys[row]
         self._end_tail(row)
 
-    def begin_tail(self, row: int, prefix: PrefixKeys, num_tokens: int) -> None:
-        """Note that `row`, of `num_tokens` tokens, computes the tail of `prefix` itself."""
-        if prefix.tail:
-            self._tails[row] = num_tokens - 1, prefix.tail
+    def begin_tail(self, row: int, prefix: PrefixKeys, request: Request) -> None:
+        """Note that `row` computes the tail of `prefix` of a request itself.
+
+        Of an answer that goes on no snapshot is taken, for no other sequence has it.
+        """
+        if prefix.tail and not (self._snapshots is not None and len(request.past)):
+            self._tails[row] = request.num_tokens - 1, prefix.tail
             self._tails_in_progress.add(prefix.tail)
 
     def publish_tails(self, rows: NDArray[np.int64]) -> None:
@@ -100,6 +189,8 @@ class PrefixSharing:
             num_reusable, tail = self._tails[row]
             if count >= num_reusable:
                 self._end_tail(row)
+                if not num_reusable % self._page_size:
+                    continue  # it fills pages, which are published
                 page = self._table.pages[row, num_reusable // self._page_size]
                 self._pool.publish_tail(int(page), tail)
 

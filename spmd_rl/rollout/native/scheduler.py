@@ -26,6 +26,7 @@ from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefix_sharing import PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.snapshots import Snapshots
 from spmd_rl.rollout.native.step_budget import PrefillBound, StepBudget, share_budget
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.waiting_queue import WaitingQueue
@@ -47,7 +48,9 @@ class Scheduler:
         separate_prefill: bool = False,
         prefill_bound: PrefillBound | None = None,
         min_tail: int = 16,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        """With `snapshots`, layers of the model hand states on."""
         self.table = table
         self.pool = pool
         self.max_step_tokens = max_step_tokens
@@ -56,7 +59,9 @@ class Scheduler:
         self.running: list[int] = []
         self.counters = SchedulerCounters()
         self._prefill_bound = prefill_bound or PrefillBound()
-        self._prefixes = PrefixSharing(table, pool, min_tail=min_tail, enabled=prefix_cache)
+        self._prefixes = PrefixSharing(
+            table, pool, min_tail=min_tail, enabled=prefix_cache, snapshots=snapshots
+        )
         self._admission = Admission(
             self.waiting,
             self.running,
@@ -66,7 +71,7 @@ class Scheduler:
             self.counters,
             eos_ids=eos_ids,
             separate_prefill=separate_prefill,
-            forks=prefix_cache and not separate_prefill,
+            forks=prefix_cache and not separate_prefill and snapshots is None,
         )
 
     def add(self, request: Request) -> None:
@@ -99,6 +104,7 @@ class Scheduler:
             plan = self._plan_apart(rows)
         else:
             plan = self._plan(rows, StepBudget(self.max_step_tokens), admit=True)
+        plan = replace(plan, states_after=self._prefixes.take_snapshots(plan))
         self.counters.num_scheduled_tokens += int(plan.lengths.sum())
         if self.waiting:
             self.counters.add_backlog(len(self.running))
@@ -192,20 +198,24 @@ class Scheduler:
             self.max_step_tokens, holds_up_decoding=not prefills.all()
         )
         copies_before: Sequence[tuple[int, int]] = ()
+        states_before: Sequence[tuple[int, int]] = ()
         if budget.num_tokens:
             plan = self._plan(rows[prefills], budget, admit=self._refill_due())
             if len(plan.rows):
                 self._prefill_bound.add_prefill(budget)
                 return plan
-            copies_before, rows = plan.copies_before, self._unfinished_rows()
+            copies_before, states_before = plan.copies_before, plan.states_before
+            rows = self._unfinished_rows()
         self._prefill_bound.add_decoding()
         decoding = rows[self._num_missing(rows) == 1]
         plan = self._plan(decoding, StepBudget(self.max_step_tokens), admit=False)
-        return replace(plan, copies_before=copies_before)
+        return replace(plan, copies_before=copies_before, states_before=states_before)
 
     def _plan(self, rows: NDArray[np.int64], budget: StepBudget, *, admit: bool) -> StepPlan:
         """Spread `budget` over the missing tokens of `rows`, then over admissions."""
-        starts, missing = self.table.num_computed[rows], self._num_missing(rows)
+        starts = self.table.num_computed[rows]
+        places = zip(rows.tolist(), starts.tolist(), self._num_missing(rows).tolist(), strict=True)
+        missing = np.array([self._prefixes.num_before_stop(*one) for one in places], np.int64)
         lengths = share_budget(starts, missing, budget)
         busy = lengths > 0
         plan = StepPlan(rows[busy], starts[busy], lengths[busy])

@@ -15,7 +15,8 @@ class StepPlan:
 
     A row of length 0 is a fork: the row before it has the same tokens and computes the last one for
     both. `copies_before` and `copies_after` hold pairs (source page, target page), which are copied
-    before and after the step.
+    before and after the step. So do `states_before` (slot, row) and `states_after` (row, slot), of
+    slots of the states that layers hand on; a row's own slot has its number.
     Shape: rows, starts and lengths [B].
     """
 
@@ -24,3 +25,5 @@ class StepPlan:
     lengths: NDArray[np.int64]
     copies_before: Sequence[tuple[int, int]] = ()
     copies_after: Sequence[tuple[int, int]] = ()
+    states_before: Sequence[tuple[int, int]] = ()
+    states_after: Sequence[tuple[int, int]] = ()

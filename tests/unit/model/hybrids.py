@@ -9,20 +9,10 @@ import torch
 import transformers
 from torch import nn
 
-from spmd_rl.model.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
-from spmd_rl.model.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
-from spmd_rl.model.families.qwen3_next import QWEN3_NEXT
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 
-FAMILIES = {
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_text": QWEN3_5_TEXT,
-    "qwen3_5_moe": QWEN3_5_MOE,
-    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
-}
 TEXT: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -36,7 +26,7 @@ TEXT: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
     "max_position_embeddings": 512,
-    "layer_types": ["full_attention"] * 4,  # no module has the delta rule so far
+    "full_attention_interval": 4,
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,

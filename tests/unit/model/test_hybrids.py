@@ -12,26 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.families import FAMILIES as known
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.layers.delta import GatedDelta
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.weight_files import own_name
-from tests.unit.model.hybrids import CONFIGS, FAMILIES, ours, reference
+from tests.unit.model.hybrids import CONFIGS, ours, reference
 from tests.unit.model.test_against_transformers import _gradients
 from tests.unit.model.test_glm4_moe import LENGTHS, logits, tokens
 
 KINDS = ("gate", "up", "down")
 Pair = tuple[nn.Module, CausalLM]
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let folders of these families be read, which users cannot have yet."""
-    for name, family in FAMILIES.items():
-        monkeypatch.setitem(known, name, family)
 
 
 @pytest.fixture(params=CONFIGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from spmd_rl.kernels.delta.rule import (
     DeltaHeads,
+    DeltaStates,
+    DeltaSteps,
     DeltaWeights,
     causal_conv,
     gated_delta,
@@ -41,8 +44,54 @@ def weights_of(heads: DeltaHeads, dtype: torch.dtype = torch.float32) -> DeltaWe
     return DeltaWeights(conv.to(dtype), bias.to(dtype), a_log.to(dtype))
 
 
+def alone(rows: Rows, weights: DeltaWeights, heads: DeltaHeads) -> Tensor:
+    """The rows of a sequence from its first token on."""
+    return gated_delta(*rows, weights, heads, np.array([len(rows[0])]))[0]
+
+
 def mix(rows: Rows, heads: DeltaHeads) -> Tensor:
-    return gated_delta(*rows, weights_of(heads, rows[0].dtype), heads)
+    return alone(rows, weights_of(heads, rows[0].dtype), heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_sequences_have_their_bits_in_any_batch_and_chunks(
+    heads: DeltaHeads, dtype: torch.dtype
+) -> None:
+    """Of several sequences, each cut at other places, and each with its states handed on."""
+    weights, rng = weights_of(heads, dtype), np.random.default_rng(3)
+    whole = [rows_of(heads, length, dtype, length) for length in (1, 2, 3, 9, 30, 31)]
+    expected = [alone(rows, weights, heads) for rows in whole]
+    done = np.zeros(len(whole), np.int64)
+    states = DeltaStates(
+        torch.zeros(len(whole), 3, whole[0][0].shape[1], dtype=dtype),
+        torch.zeros(len(whole), heads.values, heads.key_dim, heads.value_dim),
+    )
+    parts: list[list[Tensor]] = [[] for _ in whole]
+    ends = np.array([len(rows[0]) for rows in whole])
+    while (left := np.flatnonzero(done < ends)).size:
+        chosen = left[rng.random(len(left)) < 0.7]
+        lengths = np.minimum(rng.integers(1, 8, len(chosen)), (ends - done)[chosen])
+        if not len(chosen):
+            continue
+        new = [
+            torch.cat(
+                [
+                    whole[one][kind][done[one] : done[one] + n]
+                    for one, n in zip(chosen, lengths, strict=True)
+                ]
+            )
+            for kind in range(3)
+        ]
+        begin = DeltaStates(*(one[chosen] for one in states))
+        out, after = gated_delta(*new, weights, heads, lengths, begin)
+        for kept, one in zip(states, after, strict=True):
+            kept[chosen] = one
+        for one, rows in zip(chosen, out.split(lengths.tolist()), strict=True):
+            parts[one].append(rows)
+        done[chosen] += lengths
+    for one, rows in zip(parts, expected, strict=True):
+        assert torch.equal(torch.cat(one), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,7 +128,7 @@ def test_it_is_transformers_rule(heads: DeltaHeads) -> None:
     generator = torch.Generator().manual_seed(1)
     given = [*rows_of(heads, 23, torch.float32), *weights_of(heads)]
     ours, theirs = ([one.clone().requires_grad_() for one in given] for _ in range(2))
-    out = gated_delta(*ours[:3], DeltaWeights(*ours[3:]), heads)
+    out = alone(tuple(ours[:3]), DeltaWeights(*ours[3:]), heads)
     expected = _by_transformers(theirs, heads)
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
     grad = torch.randn(out.shape, generator=generator)
@@ -109,7 +158,7 @@ def _by_transformers(given: list[Tensor], heads: DeltaHeads) -> Tensor:
 def test_it_is_close_to_float64() -> None:
     heads = HEADS[0]
     rows, weights = rows_of(heads, 200, torch.float32), weights_of(heads)
-    out = gated_delta(*rows, weights, heads)
+    out = alone(rows, weights, heads)
     exact = _in_float64(rows, weights, heads)
     assert (out - exact).norm() <= 2e-6 * exact.norm()
 
@@ -138,7 +187,7 @@ def _in_float64(rows: Rows, weights: DeltaWeights, heads: DeltaHeads) -> Tensor:
 def test_extreme_rows_have_finite_gradients(size: float) -> None:
     heads = HEADS[0]
     rows = [torch.full_like(one, size).requires_grad_() for one in rows_of(heads, 5, torch.float32)]
-    out = gated_delta(*rows, weights_of(heads), heads)
+    out = alone(tuple(rows), weights_of(heads), heads)
     out.sum().backward()
     assert out.isfinite().all()
     assert all(one.grad is not None and one.grad.isfinite().all() for one in rows)
@@ -147,7 +196,8 @@ def test_extreme_rows_have_finite_gradients(size: float) -> None:
 def test_the_convolution_reads_the_last_four_tokens() -> None:
     x = torch.zeros(9, 3)
     x[2, 1] = 1.0
-    out = causal_conv(x, torch.ones(3, 1, 4))
+    out, last = causal_conv(x, torch.ones(3, 1, 4), np.array([9]), torch.zeros(1, 3, 3))
+    assert torch.equal(last[0], x[-3:])
     changed = out.nonzero()
     assert changed[:, 0].tolist() == [2, 3, 4, 5] and set(changed[:, 1].tolist()) == {1}
 
@@ -157,6 +207,7 @@ def test_a_state_in_bfloat16_would_be_another_rule() -> None:
     ones = torch.ones(1, 1, 1)
     q = k = ones.expand(2, 1, 1)
     v = torch.tensor([1.0, 1.0 + 2**-12]).view(2, 1, 1)
-    out = recurrence(q, k, v, torch.ones(2, 1), torch.ones(2, 1))
+    steps = DeltaSteps(q, k, v, torch.ones(2, 1), torch.ones(2, 1))
+    out, _ = recurrence(steps, np.array([2]), torch.zeros(1, 1, 1, 1))
     assert torch.equal(out, v)
     assert not torch.equal(out.bfloat16().float(), v)
