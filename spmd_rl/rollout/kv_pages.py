@@ -24,9 +24,16 @@ def cache_token_bytes(
 
 def num_state_slots(batch: int) -> int:
     """Return how many slots an engine has for the states that layers hand on: for each sequence of
-    a batch, for padding, and for snapshots of an eighth as many prompts.
+    a batch, for padding, and for snapshots.
     """
-    return batch + 1 + max(1, batch // 8)
+    return sum(snapshot_slots(batch))
+
+
+def snapshot_slots(batch: int) -> tuple[int, int]:
+    """Return the first slot of snapshots, and their number: an eighth of the sequences of a batch,
+    for samples of a prompt follow each other.
+    """
+    return batch + 1, max(1, batch // 8)
 
 
 def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import with_codes
-from spmd_rl.kernels.attention.states import PackedStates, SequenceStates
 from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.delta.states import PackedStates, Places, SequenceStates
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
 
@@ -40,6 +40,7 @@ class PackedAttention(TokenAttention):
         self.device = device
         self.split = split
         self.exponents = exponents
+        self._places: Places | None = None
         self._kernels: dict[tuple[int, int], AttentionKernel] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +64,10 @@ class PackedAttention(TokenAttention):
     def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
         continues = self.prefixes >= 0
         if not continues.any():
-            yield slice(0, int(self.lengths.sum())), PackedStates(self.lengths)
+            if self._places is None and self.device.type == "cuda":
+                self._places = Places.of(self.lengths, self.device)
+            states = PackedStates(self.lengths, places=self._places)
+            yield slice(0, int(self.lengths.sum())), states
             return
         of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = PackedStates(self.lengths[~continues])

@@ -15,7 +15,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
-from spmd_rl.kernels.attention.states import (
+from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.delta.states import (
     ALIGNMENT,
     SequenceStates,
     SlotStates,
@@ -24,7 +25,6 @@ from spmd_rl.kernels.attention.states import (
     state_arrays,
     state_bytes,
 )
-from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvCoding, KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope_into

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels.attention.states import SequenceStates
 from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.runtime.differentiable import call
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from spmd_rl.kernels.attention.states import SequenceStates
+from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 

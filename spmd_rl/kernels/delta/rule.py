@@ -13,12 +13,15 @@ heads of sizes D and E.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from spmd_rl.kernels.delta.chunked import chunked_delta
 
 DELTA_RULE = "recurrence-v1"
 NORM_EPS = 1e-6  # of queries and keys
@@ -33,6 +36,11 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor
     a_log: Tensor
 
+    @property
+    def num_before(self) -> int:
+        """How many earlier rows the convolution reads."""
+        return self.conv.shape[-1] - 1
+
 
 class DeltaHeads(NamedTuple):
     """How many heads there are, and their sizes. A key head serves equally many value heads."""
@@ -42,11 +50,17 @@ class DeltaHeads(NamedTuple):
     key_dim: int
     value_dim: int
 
+    @property
+    def served(self) -> int:
+        """How many value heads a key head serves."""
+        return self.values // self.keys
+
 
 class DeltaStates(NamedTuple):
     """What sequences hand on: the rows before the convolution, and the state of each value head.
 
-    Shape: conv [B, W - 1, C] as the rows are stored, heads [B, V, D, E] fp32.
+    A state is transposed, so that sums over keys are along its rows.
+    Shape: conv [B, W - 1, C] as the rows are stored, heads [B, V, E, D] fp32.
     """
 
     conv: Tensor
@@ -67,57 +81,93 @@ def gated_delta(
     Shape: qkv [T, C] before the convolution, b and a [T, V], lengths [B], at least 1 each; returns
     [T, V, E] fp32.
     """
-    if begin is None:
-        size = len(lengths), heads.values, heads.key_dim, heads.value_dim
-        rows = qkv.new_zeros(len(lengths), weights.conv.shape[-1] - 1, qkv.shape[1])
-        begin = DeltaStates(rows, torch.zeros(size, device=qkv.device))
-    mixed, conv = causal_conv(qkv, weights.conv, lengths, begin.conv)
+    size = len(lengths), heads.values, heads.value_dim, heads.key_dim
+    conv, state = begin or (None, torch.zeros(size, device=qkv.device))
+    rows = ConvRows(qkv, lengths, conv, weights.num_before)
+    steps = _steps(causal_conv(rows, weights.conv), b, a, weights, heads)
+    out, states = recurrence(steps, lengths, state)
+    return out, DeltaStates(rows.last(), states)
+
+
+class ConvRows:
+    """The rows of sequences before the convolution, each after `count` earlier ones of its own.
+
+    Shape: x [T, C], lengths [B], begin [B, count, C], or None for zeros.
+    """
+
+    def __init__(
+        self, x: Tensor, lengths: NDArray[np.int64], begin: Tensor | None, count: int
+    ) -> None:
+        if begin is None:
+            begin = x.new_zeros(len(lengths), count, x.shape[1])
+        pairs = zip(begin, x.split(lengths.tolist()), strict=True)
+        self.count = count
+        self.all = torch.cat([part for pair in pairs for part in pair])
+        self._lengths = lengths
+
+    def first_taps(self) -> Tensor:
+        """Return for each token where the earliest row is that its convolution reads. Shape: [T]"""
+        earlier = self.count * np.arange(len(self._lengths))
+        first = np.arange(self._lengths.sum()) + np.repeat(earlier, self._lengths)
+        return torch.from_numpy(first).to(self.all.device)
+
+    def last(self) -> Tensor:
+        """Return the last rows of each sequence. Shape: [B, count, C]."""
+        ends = torch.from_numpy(np.cumsum(self._lengths + self.count)).to(self.all.device)
+        return self.all[ends[:, None] + torch.arange(-self.count, 0, device=self.all.device)]
+
+
+def _steps(
+    mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, heads: DeltaHeads
+) -> DeltaSteps:
+    """Return what the recurrence reads of each token, of the rows after the convolution."""
     key_width = heads.keys * heads.key_dim
     q, k, v = mixed.split([key_width, key_width, heads.values * heads.value_dim], dim=-1)
     q, k = (_unit(one.unflatten(-1, (heads.keys, heads.key_dim))) for one in (q, k))
     values = v.unflatten(-1, (heads.values, heads.value_dim))
-    beta = _sigmoid(b.float())
-    decay = (-weights.a_log.float().exp() * _softplus(a.float() + weights.dt_bias.float())).exp()
-    steps = DeltaSteps(q * heads.key_dim**-0.5, k, values, decay, beta)
-    out, states = recurrence(steps, lengths, begin.heads)
-    return out, DeltaStates(conv, states)
+    log_decay = _log_decay(a, weights)
+    return DeltaSteps(q * heads.key_dim**-0.5, k, values, log_decay, _sigmoid(b.float()))
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, lengths: NDArray[np.int64], begin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Convolve each channel with its last tokens, then apply SiLU; return the last rows too.
+def chunked_gated_delta(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+    lengths: NDArray[np.int64],
+) -> Tensor:
+    """Mix whole sequences as `gated_delta` does, with other bits, and gradients for less."""
+    rows = ConvRows(qkv, lengths, None, weights.num_before)
+    steps = _steps(causal_conv(rows, weights.conv), b, a, weights, heads)
+    return chunked_delta(*steps, lengths)
+
+
+def causal_conv(rows: ConvRows, weight: Tensor) -> Tensor:
+    """Convolve each channel with its last tokens, then apply SiLU.
 
     The products are added from the oldest token to the newest.
-    Shape: x [T, C], weight [C, 1, W], lengths [B], begin [B, W - 1, C]; returns [T, C] fp32 and the
-    last rows like `begin`.
+    Shape: weight [C, 1, W]; returns [T, C] fp32.
     """
-    before = weight.shape[-1] - 1
-    parts = [part for pair in zip(begin, x.split(lengths.tolist()), strict=True) for part in pair]
-    rows = torch.cat(parts)
-    ends = torch.from_numpy(np.cumsum(lengths + before)).to(x.device)
-    last = rows[ends[:, None] + torch.arange(-before, 0, device=x.device)]
-    # where a row's first tap is: beyond the rows of other sequences and those before them
-    first = np.arange(len(x)) + np.repeat(before * np.arange(len(lengths)), lengths)
-    wide, taps = rows.float(), weight.float()[:, 0]
-    num_rows = len(rows) - before
-    total = wide[:num_rows] * taps[:, 0]
-    for tap in range(1, before + 1):
-        total = total + wide[tap : tap + num_rows] * taps[:, tap]
-    total = total[torch.from_numpy(first).to(x.device)]
-    return total * _sigmoid(total), last
+    wide, taps = rows.all.float(), weight.float()[:, 0]
+    count = len(wide) - rows.count
+    total = wide[:count] * taps[:, 0]
+    for tap in range(1, rows.count + 1):
+        total = total + wide[tap : tap + count] * taps[:, tap]
+    total = total[rows.first_taps()]
+    return total * _sigmoid(total)
 
 
 class DeltaSteps(NamedTuple):
     """What the recurrence reads of each token, all fp32.
 
-    Shape: q and k [T, K, D], v [T, V, E], decay and beta [T, V].
+    Shape: q and k [T, K, D], v [T, V, E], log_decay and beta [T, V].
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor
+    log_decay: Tensor
     beta: Tensor
 
 
@@ -128,42 +178,56 @@ def recurrence(
 
     S = decay S; S = S + k (beta (v - S^T k))^T; out = S^T q, for each value head.
     All sequences take a token at once, the longest first, so that those that have ended drop off.
-    Shape: lengths [B], state [B, V, D, E]; returns [T, V, E] and the states.
+    Shape: lengths [B], state [B, V, E, D]; returns [T, V, E] and the states.
     """
     order = np.argsort(-lengths, kind="stable")
     first = (np.cumsum(lengths) - lengths)[order]
     counts = [int((lengths > place).sum()) for place in range(lengths.max(initial=0))]
     taken = np.concatenate([first[:count] + place for place, count in enumerate(counts)])
-    device = steps.v.device
-    tokens, sorted_ = (torch.from_numpy(index).to(device) for index in (taken, order))
-    served = steps.v.shape[1] // steps.k.shape[1]
-    key_head = torch.arange(steps.v.shape[1], device=device) // served
-    q, k = ((one[tokens][:, key_head, :, None]).split(counts) for one in (steps.q, steps.k))
-    v, decay, beta = (one[tokens].split(counts) for one in steps[2:])
-    state, ended, rows = state[sorted_], [], []
-    for place, count in enumerate(counts):
-        if count < len(state):
-            ended.append(state[count:])
-            state = state[:count]
-        state = state * decay[place][..., None, None]
-        read = _sum_over_keys(state * k[place])
-        correction = beta[place][..., None] * (v[place] - read)
-        state = state + k[place] * correction[:, :, None]
-        rows.append(_sum_over_keys(state * q[place]))
-    states = torch.cat([state, *reversed(ended)])
-    return torch.cat(rows)[tokens.argsort()], states[sorted_.argsort()]
+    tokens, sequences = (torch.from_numpy(one).to(state.device) for one in (taken, order))
+    in_turn = _by_value_head(steps, tokens)
+    out, states = _in_turn([one.split(counts) for one in in_turn], state[sequences])
+    return out[tokens.argsort()], states[sequences.argsort()]
+
+
+def _by_value_head(steps: DeltaSteps, tokens: Tensor) -> Sequence[Tensor]:
+    """Return rows of steps in an order of tokens, shaped to meet states [B, V, E, D]."""
+    num_values = steps.v.shape[1]
+    served = num_values // steps.k.shape[1]
+    key_head = torch.arange(num_values, device=tokens.device) // served
+    q, k = (one[tokens][:, key_head, None] for one in (steps.q, steps.k))
+    decay = steps.log_decay.exp()[tokens][..., None, None]
+    return q, k, steps.v[tokens], decay, steps.beta[tokens][..., None]
+
+
+def _in_turn(steps: Sequence[Sequence[Tensor]], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Take the tokens of one place of all sequences at once, and drop sequences that have ended."""
+    ended, rows = [], []
+    for q, k, v, decay, beta in zip(*steps, strict=True):
+        if len(v) < len(state):
+            ended.append(state[len(v) :])
+            state = state[: len(v)]
+        state = _corrected(state * decay, k, v, beta)
+        rows.append(_sum_over_keys(state * q))
+    return torch.cat(rows), torch.cat([state, *reversed(ended)])
+
+
+def _corrected(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Return the states that give more of a token's values where they are read with its key."""
+    correction = beta * (v - _sum_over_keys(state * k))
+    return state + k * correction[..., None]
 
 
 def _sum_over_keys(x: Tensor) -> Tensor:
-    """Sum over D by halves, for torch's own order depends on shapes. Shape: [B, V, D, E]."""
-    while (size := x.shape[2]) > 1:
+    """Sum over D by halves, for torch's own order depends on shapes. Shape: [B, V, E, D]."""
+    while (size := x.shape[-1]) > 1:
         half = size // 2
-        folded = x[:, :, :half] + x[:, :, half : 2 * half]
-        x = torch.cat([folded, x[:, :, 2 * half :]], 2) if size % 2 else folded
-    return x[:, :, 0]
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([folded, x[..., 2 * half :]], -1) if size % 2 else folded
+    return x[..., 0]
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return norm(x) * weight * silu(gate), computed in fp32 and rounded once, to gate's dtype.
 
     Shape: x fp32 and gate [..., D], weight [D].
@@ -175,6 +239,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+def _log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
+    return -weights.a_log.float().exp() * _softplus(a.float() + weights.dt_bias.float())
 
 
 def _sigmoid(x: Tensor) -> Tensor:

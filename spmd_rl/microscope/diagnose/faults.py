@@ -18,7 +18,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_partial import flash_partial
-from spmd_rl.kernels.attention.states import SequenceStates
+from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay

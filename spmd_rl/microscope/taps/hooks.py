@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention, TokenAttention
-from spmd_rl.kernels.attention.states import SequenceStates
+from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.microscope.taps.points import BEFORE, Point, know_points
 from spmd_rl.model.fused_projections import FusedProjections
 from spmd_rl.model.layers.block import BlockSpec

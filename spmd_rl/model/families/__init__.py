@@ -8,8 +8,12 @@ from spmd_rl.model.families.glm4_moe import GLM4_MOE
 from spmd_rl.model.families.llama import LLAMA
 from spmd_rl.model.families.qwen2 import QWEN2
 from spmd_rl.model.families.qwen3 import QWEN3
-from spmd_rl.model.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
-from spmd_rl.model.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
+from spmd_rl.model.families.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+)
 from spmd_rl.model.families.qwen3_moe import QWEN3_MOE
 from spmd_rl.model.families.qwen3_next import QWEN3_NEXT
 

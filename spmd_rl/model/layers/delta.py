@@ -94,7 +94,7 @@ class GatedDelta:
     def cache(self, tp: int = 1) -> CacheSpec:
         """Return the last rows before the convolution, and the states of the value heads."""
         rows = StateSpec((self.conv_size - 1, self.conv_width), is_wide=False)
-        heads = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        heads = self.num_value_heads, self.value_head_dim, self.key_head_dim
         return CacheSpec(states=(rows, StateSpec(heads, is_wide=True)))
 
     def part(self, tp: int) -> GatedDelta:

@@ -8,13 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import Rotary, TokenAttention
-from spmd_rl.kernels.delta.rule import (
-    DeltaHeads,
-    DeltaStates,
-    DeltaWeights,
-    gated_delta,
-    gated_rms_norm,
-)
+from spmd_rl.kernels.delta.dispatch import gated_delta_pass, gated_rms_norm
+from spmd_rl.kernels.delta.rule import DeltaHeads, DeltaWeights
 from spmd_rl.model.linear import Linear
 
 
@@ -55,27 +50,27 @@ class DeltaMixer(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         projected = [getattr(self, projection)(x) for projection in self.projections]
         qkv, z, b, a = self._per_kind(*projected) if self.fused else projected
-        weights = DeltaWeights(self.conv1d.weight, self.dt_bias, self.A_log)
         z = z.unflatten(-1, (self.heads.values, self.heads.value_dim))
-        mixed = z.new_zeros(z.shape, dtype=torch.float32)
-        for rows, states in attend.sequences(self.number):
-            before = states.begin()
-            begin = None if before is None else DeltaStates(*before)
-            mixed[rows], after = gated_delta(
-                qkv[rows], b[rows], a[rows], weights, self.heads, states.lengths, begin
-            )
-            states.end(*after)
+        mixed = self._mixed(qkv, b, a, attend)
         return self.out_proj(self.norm(mixed, z).flatten(1))
+
+    def _mixed(self, qkv: Tensor, b: Tensor, a: Tensor, attend: TokenAttention) -> Tensor:
+        """Return what states give of each row, zeros for padding. Shape: [T', V, E] fp32."""
+        weights = DeltaWeights(self.conv1d.weight, self.dt_bias, self.A_log)
+        size = len(qkv), self.heads.values, self.heads.value_dim
+        mixed = qkv.new_zeros(size, dtype=torch.float32)
+        for rows, states in attend.sequences(self.number):
+            mixed[rows] = gated_delta_pass(qkv[rows], b[rows], a[rows], weights, self.heads, states)
+        return mixed
 
     def _per_kind(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
         """Return (qkv, z, b, a) of the two projections, whose rows are laid out per key head."""
-        keys, values, key_dim, value_dim = self.heads
-        served = values // keys
+        keys, _, key_dim, value_dim = self.heads
+        served = self.heads.served
         widths = [key_dim, key_dim, served * value_dim, served * value_dim]
-        q, k, v, z = (
-            one.flatten(1) for one in qkvz.unflatten(-1, (keys, -1)).split(widths, dim=-1)
-        )
-        b, a = (one.flatten(1) for one in ba.unflatten(-1, (keys, -1)).split(served, dim=-1))
+        by_key_head = (one.unflatten(-1, (keys, -1)) for one in (qkvz, ba))
+        parts = zip(by_key_head, (widths, served), strict=True)
+        q, k, v, z, b, a = (one.flatten(1) for rows, sizes in parts for one in rows.split(sizes, 2))
         return [torch.cat([q, k, v], dim=-1), z, b, a]
 
 

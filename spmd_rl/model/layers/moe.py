@@ -50,12 +50,17 @@ class Moe:
             found.append(TensorSpec(f"{gate}.{CORRECTION}", (self.num_experts,), is_fixed=True))
         for number in range(self.num_experts):
             found += self.expert_parameters(number)
-        if self.shared_size:
-            shared = f"{self.name}.{'shared_expert' if self.shared_gate else 'shared_experts'}"
-            found += gated_parameters(shared, hidden, self.shared_size, False)
-            if self.shared_gate:
-                found.append(TensorSpec(f"{shared}_gate.weight", (1, hidden), is_router=True))
-        return found
+        return found + self._shared_parameters()
+
+    def _shared_parameters(self) -> list[TensorSpec]:
+        """Return the parameters that every token takes."""
+        if not self.shared_size:
+            return []
+        hidden, shared = self.hidden_size, f"{self.name}.shared_expert"
+        if not self.shared_gate:
+            return gated_parameters(f"{shared}s", hidden, self.shared_size, False)
+        gate = TensorSpec(f"{shared}_gate.weight", (1, hidden), is_router=True)
+        return [*gated_parameters(shared, hidden, self.shared_size, False), gate]
 
     def expert_parameters(self, number: int) -> list[TensorSpec]:
         """Return the parameters of expert `number`."""

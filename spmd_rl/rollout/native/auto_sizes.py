@@ -31,6 +31,11 @@ class EngineSizes:
     num_pages: int
     max_step_tokens: int
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """How many tokens all pages hold."""
+        return self.num_pages * self.page_size
+
 
 def choose_sizes(
     cfg: NativeEngineConfig, spec: ModelSpec, device: torch.device, reserved_bytes: int = 0

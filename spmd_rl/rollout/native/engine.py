@@ -31,13 +31,12 @@ from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, can_record
 from spmd_rl.rollout.native.model_runner import ModelRunner
-from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.pages import PagePool, state_snapshots
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.sampled_tokens import SampledTokens
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.snapshots import Snapshots
 from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
@@ -88,10 +87,9 @@ class NativeEngine:
         experts: ExpertRanks | None = None,
     ) -> None:
         assert model.exponents == kv_exponents(cfg), "model and cache have one format"
-        self.model = model
+        self.model, self.cfg = model, cfg
         self._memory = EngineMemory(memory or RoleMemory(None, device))
         self.spec = spec = model.spec
-        self.cfg = cfg
         sizes = choose_sizes(cfg, model.own_spec, device, reserved_bytes)
         self.sizes = sizes = agree(sizes, model.part.exchange, device)
         self.device = device
@@ -99,17 +97,9 @@ class NativeEngine:
         self.is_pushing = False
         is_recorded = cfg.cuda_graphs and can_record(model, experts)
         self._async_scheduling = is_recorded and _fits_graphs(model, sizes, device)
-        bound = None
         if self._async_scheduling:
-            bound = prefill_bound(model.own_spec, device, cfg)
             model.pack_projections()
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
-        self._num_states = 0
-        snapshots = None
-        if spec.has_states:  # a slot for each row, one for the padding of graphs, and snapshots
-            self._num_states = num_state_slots(cfg.max_batch)
-            first = cfg.max_batch + 1
-            snapshots = Snapshots(first, self._num_states - first)
         self.scheduler = Scheduler(
             self.table,
             PagePool(sizes.num_pages),
@@ -117,12 +107,12 @@ class NativeEngine:
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
-            prefill_bound=bound,
-            snapshots=snapshots,
+            prefill_bound=self._prefill_bound(),
+            snapshots=state_snapshots(spec, cfg.max_batch),
         )
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
-        self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
+        self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_kv_tokens)
         self._num_steps = self._num_generated = 0
         self._in_flight: InFlightStep | None = None
         self._base_fact: dict[str, str | int] = {}  # of weights that are never pushed
@@ -208,6 +198,10 @@ class NativeEngine:
             **self.scheduler.stats(),
         }
 
+    def _prefill_bound(self) -> PrefillBound | None:
+        own = self.model.own_spec
+        return prefill_bound(own, self.device, self.cfg) if self._async_scheduling else None
+
     def _begin_push(self) -> None:
         self._memory.begin_push(changes_slab=not self.model.lora.rank)
         self.version, self.is_pushing = None, True
@@ -232,7 +226,7 @@ class NativeEngine:
             allocate=self._memory.allocate_pages,
             split=self.cfg.attention_split,
             exponents=self.model.exponents,
-            num_states=self._num_states,
+            num_states=num_state_slots(self.cfg.max_batch),
         )
         return ModelRunner(
             self.model,

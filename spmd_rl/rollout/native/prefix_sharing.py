@@ -16,9 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.rollout.engine import Request
-from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key, tail_key
+from spmd_rl.rollout.native.pages import (
+    PagePool,
+    Prefix,
+    StateSnapshots,
+    extend_keys,
+    root_key,
+    tail_key,
+)
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.snapshots import Prefix, Snapshots
 from spmd_rl.rollout.native.step_plan import StepPlan
 
 
@@ -59,7 +65,7 @@ class PrefixSharing:
         *,
         min_tail: int,
         enabled: bool,
-        snapshots: Snapshots | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self._table = table
         self._pool = pool
@@ -72,7 +78,6 @@ class PrefixSharing:
         self._row_keys: dict[int, list[bytes]] = {}
         # Rows that compute a tail: the length of their reusable prefix, and the tail's key.
         self._tails: dict[int, tuple[int, bytes]] = {}
-        self._tails_in_progress: set[bytes] = set()
 
     def begin_version(self, version: int) -> None:
         """Make keys for weights `version` from now on, which match none made before."""
@@ -111,25 +116,26 @@ class PrefixSharing:
         return CachedPrefix(pages, tail, num_cached)
 
     def _find_snapshot(
-        self, snapshots: Snapshots, request: Request, prefix: PrefixKeys, pages: list[int]
+        self, snapshots: StateSnapshots, request: Request, prefix: PrefixKeys, pages: list[int]
     ) -> CachedPrefix:
         """Return the longest prefix with a snapshot, whose pages are there too."""
         tokens = np.concatenate([request.prompt, request.past.tokens]).astype(np.int32)[:-1]
         for num_pages in range(len(pages), -1, -1):
-            after = tokens[num_pages * self._page_size :].tobytes()
-            chain = prefix.pages[:num_pages]
-            key = chain[-1] if chain else self._root
-            for tail in snapshots.tails_after(key):
-                if not after.startswith(tail):
-                    continue
-                tail_tokens = np.frombuffer(tail, np.int32)
-                page = self._pool.find_tail(tail_key(chain, self._root, tail_tokens))
-                if tail and page is None:
-                    continue
-                num_tokens = num_pages * self._page_size + len(tail_tokens)
-                slot = snapshots.slot(Prefix(key, tail))
-                return CachedPrefix(pages[:num_pages], page if tail else None, num_tokens, slot)
+            chain, begin = prefix.pages[:num_pages], num_pages * self._page_size
+            after = tokens[begin:].tobytes()
+            for tail in snapshots.tails_after(self._last_key(chain)):
+                num_tail = len(tail) // tokens.itemsize
+                page = self._tail_page(chain, tokens[begin : begin + num_tail])
+                if after.startswith(tail) and (page is not None or not tail):
+                    slot = snapshots.slot(Prefix(self._last_key(chain), tail))
+                    return CachedPrefix(pages[:num_pages], page, begin + num_tail, slot)
         return CachedPrefix([], None, 0)
+
+    def _last_key(self, chain: list[bytes]) -> bytes:
+        return chain[-1] if chain else self._root
+
+    def _tail_page(self, chain: list[bytes], tail: NDArray[np.int32]) -> int | None:
+        return self._pool.find_tail(tail_key(chain, self._root, tail)) if len(tail) else None
 
     def num_before_stop(self, row: int, start: int, missing: int) -> int:
         """Return how many of a row's `missing` tokens behind `start` others the next step may
@@ -143,21 +149,23 @@ class PrefixSharing:
         """Return pairs (row, slot) of the snapshots to take once the step is computed."""
         if self._snapshots is None or not self._tails:
             return []
-        taken = []
-        ends = (plan.starts + plan.lengths).tolist()
-        for row, end in zip(plan.rows.tolist(), ends, strict=True):
-            if row in self._tails and end == self._tails[row][0]:
-                num_full, tokens = end // self._page_size, self._table.tokens[row, :end]
-                keys = self._row_keys[row].copy()
-                extend_keys(keys, self._root, tokens, self._page_size)
-                chain = keys[num_full - 1] if num_full else self._root
-                tail = tokens[num_full * self._page_size :].tobytes()
-                taken.append((row, self._snapshots.take(Prefix(chain, tail))))
-        return taken
+        ends = zip(plan.rows.tolist(), (plan.starts + plan.lengths).tolist(), strict=True)
+        return [
+            (row, self._snapshots.take(self._prefix_of(row, end)))
+            for row, end in ends
+            if row in self._tails and end == self._tails[row][0]
+        ]
+
+    def _prefix_of(self, row: int, num_tokens: int) -> Prefix:
+        """Return the first tokens of a row, as snapshots name them."""
+        tokens, num_full = self._table.tokens[row, :num_tokens], num_tokens // self._page_size
+        chain = self._row_keys[row][:num_full]
+        extend_keys(chain, self._root, tokens, self._page_size)
+        return Prefix(self._last_key(chain), tokens[num_full * self._page_size :].tobytes())
 
     def is_tail_in_progress(self, prefix: PrefixKeys) -> bool:
         """Return whether a row is computing the tail, so that waiting for it pays."""
-        return prefix.tail in self._tails_in_progress
+        return any(tail == prefix.tail for _, tail in self._tails.values())
 
     def add_row(self, row: int, prefix: PrefixKeys) -> None:
         self._row_keys[row] = prefix.pages.copy()
@@ -177,7 +185,6 @@ class PrefixSharing:
         """
         if prefix.tail and not (self._snapshots is not None and len(request.past)):
             self._tails[row] = request.num_tokens - 1, prefix.tail
-            self._tails_in_progress.add(prefix.tail)
 
     def publish_tails(self, rows: NDArray[np.int64]) -> None:
         """Let others copy the tails that `rows` have computed by now."""
@@ -219,8 +226,7 @@ class PrefixSharing:
         self._table.num_published_pages[row] = end
 
     def _end_tail(self, row: int) -> None:
-        if row in self._tails:
-            self._tails_in_progress.discard(self._tails.pop(row)[1])
+        self._tails.pop(row, None)
 
     def _make_keys(self, tokens: NDArray[np.int32]) -> PrefixKeys:
         tokens = tokens.astype(np.int32, copy=False)

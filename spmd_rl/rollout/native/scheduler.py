@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.admission import Admission
 from spmd_rl.rollout.native.counters import SchedulerCounters
-from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.pages import PagePool, StateSnapshots
 from spmd_rl.rollout.native.prefix_sharing import PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.snapshots import Snapshots
 from spmd_rl.rollout.native.step_budget import PrefillBound, StepBudget, share_budget
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.waiting_queue import WaitingQueue
@@ -48,7 +47,7 @@ class Scheduler:
         separate_prefill: bool = False,
         prefill_bound: PrefillBound | None = None,
         min_tail: int = 16,
-        snapshots: Snapshots | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """With `snapshots`, layers of the model hand states on."""
         self.table = table

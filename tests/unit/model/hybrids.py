@@ -63,7 +63,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **TEXT, **EXPERTS},
     "qwen3_5": {
         "model_type": "qwen3_5",
-        "text_config": {"model_type": "qwen3_5_text", **TEXT, "rope_parameters": MROPE},
+        "text_config": {"model_type": "qwen3_5_text", **TEXT, "rope_parameters": MROPE}
+        | {"tie_word_embeddings": True},
         "vision_config": VISION,
         "tie_word_embeddings": True,
     },

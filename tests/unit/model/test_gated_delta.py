@@ -46,7 +46,7 @@ def drawn(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, one in sorted(module.named_parameters()):
-            one.copy_(torch.randn(one.shape, generator=generator) * 0.5)
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.3)
     return module
 
 

@@ -17,7 +17,7 @@ from spmd_rl.model.hf import fill, random_weights
 from spmd_rl.model.layers.delta import GatedDelta
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native.snapshots import Prefix, Snapshots
+from spmd_rl.rollout.native.pages import Prefix, StateSnapshots
 from tests.dist import host_graphs
 from tests.specs import dense_spec
 from tests.unit.rollout.test_exact import TIGHT, TOGETHER, play, schedules, unequal, workload
@@ -132,7 +132,7 @@ def test_states_are_forgotten_with_the_weights(model, new_engine, finish):
 
 
 def test_the_snapshot_used_least_recently_is_overwritten():
-    snapshots = Snapshots(5, 2)
+    snapshots = StateSnapshots(5, 2)
     first, second, third = (Prefix(b"page", bytes([one])) for one in range(3))
     taken = {one: snapshots.take(one) for one in (first, second)}
     assert set(taken.values()) == {5, 6} and snapshots.slot(first) == taken[first]

@@ -10,13 +10,15 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from spmd_rl.kernels.delta.rule import (
+    ConvRows,
     DeltaHeads,
     DeltaStates,
     DeltaSteps,
     DeltaWeights,
     causal_conv,
+    chunked_gated_delta,
     gated_delta,
-    gated_rms_norm,
+    plain_gated_norm,
     recurrence,
 )
 
@@ -65,7 +67,7 @@ def test_sequences_have_their_bits_in_any_batch_and_chunks(
     done = np.zeros(len(whole), np.int64)
     states = DeltaStates(
         torch.zeros(len(whole), 3, whole[0][0].shape[1], dtype=dtype),
-        torch.zeros(len(whole), heads.values, heads.key_dim, heads.value_dim),
+        torch.zeros(len(whole), heads.values, heads.value_dim, heads.key_dim),
     )
     parts: list[list[Tensor]] = [[] for _ in whole]
     ends = np.array([len(rows[0]) for rows in whole])
@@ -110,11 +112,11 @@ def test_the_norm_gives_a_row_its_bits_alone(heads: DeltaHeads, dtype: torch.dty
     x = mix(rows_of(heads, 19, dtype), heads)
     gate = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
     weight = torch.linspace(0.5, 1.5, heads.value_dim).to(dtype)
-    whole = gated_rms_norm(x, gate, weight, 1e-6)
+    whole = plain_gated_norm(x, gate, weight, 1e-6)
     assert whole.dtype == dtype
     for start in range(19):
         for stop in (start + 1, 19):
-            part = gated_rms_norm(x[start:stop], gate[start:stop], weight, 1e-6)
+            part = plain_gated_norm(x[start:stop], gate[start:stop], weight, 1e-6)
             assert torch.equal(part, whole[start:stop])
     wide = x.double()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
@@ -196,8 +198,9 @@ def test_extreme_rows_have_finite_gradients(size: float) -> None:
 def test_the_convolution_reads_the_last_four_tokens() -> None:
     x = torch.zeros(9, 3)
     x[2, 1] = 1.0
-    out, last = causal_conv(x, torch.ones(3, 1, 4), np.array([9]), torch.zeros(1, 3, 3))
-    assert torch.equal(last[0], x[-3:])
+    rows = ConvRows(x, np.array([9]), None, 3)
+    out = causal_conv(rows, torch.ones(3, 1, 4))
+    assert torch.equal(rows.last()[0], x[-3:])
     changed = out.nonzero()
     assert changed[:, 0].tolist() == [2, 3, 4, 5] and set(changed[:, 1].tolist()) == {1}
 
@@ -207,7 +210,24 @@ def test_a_state_in_bfloat16_would_be_another_rule() -> None:
     ones = torch.ones(1, 1, 1)
     q = k = ones.expand(2, 1, 1)
     v = torch.tensor([1.0, 1.0 + 2**-12]).view(2, 1, 1)
-    steps = DeltaSteps(q, k, v, torch.ones(2, 1), torch.ones(2, 1))
+    steps = DeltaSteps(q, k, v, torch.zeros(2, 1), torch.ones(2, 1))
     out, _ = recurrence(steps, np.array([2]), torch.zeros(1, 1, 1, 1))
     assert torch.equal(out, v)
     assert not torch.equal(out.bfloat16().float(), v)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_form_in_chunks_is_the_same_rule(heads: DeltaHeads) -> None:
+    """Outputs and gradients of several sequences. Its bits differ."""
+    lengths = np.array([1, 150, 64, 7])
+    given = [*rows_of(heads, int(lengths.sum()), torch.float32), *weights_of(heads)]
+    ours, chunked = ([one.clone().requires_grad_() for one in given] for _ in range(2))
+    out, _ = gated_delta(*ours[:3], DeltaWeights(*ours[3:]), heads, lengths)
+    other = chunked_gated_delta(*chunked[:3], DeltaWeights(*chunked[3:]), heads, lengths)
+    assert (out - other).norm() <= 2e-5 * out.norm() and not torch.equal(out, other)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(grad)
+    other.backward(grad)
+    for one, two in zip(ours, chunked, strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad - two.grad).norm() <= 2e-5 * one.grad.norm()
