@@ -45,7 +45,8 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             given = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            out = chunked_gated_delta(*given[:3], DeltaWeights(*given[3:]), ctx.heads, ctx.lengths)
+            qkv, b, a, *weights = given
+            out = chunked_gated_delta(qkv, b, a, DeltaWeights(*weights), ctx.heads, ctx.lengths)
             found = torch.autograd.grad(out, given, grads[0])
         return *found, None, None
 
@@ -92,5 +93,7 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             given = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            found = torch.autograd.grad(plain_gated_norm(*given, ctx.eps), given, grads[0])
+            x, gate, weight = given
+            out = plain_gated_norm(x, gate, weight, ctx.eps)
+            found = torch.autograd.grad(out, given, grads[0])
         return *found, None

@@ -40,24 +40,21 @@ def conv_heads(
     and [T, V, E], fp32.
     """
     qkv, weight = dense(qkv), dense(weight)
-    key_heads, value_heads, key_dim, value_dim = heads
     num_tokens, channels, taps = len(places.sequence), qkv.shape[1], weight.shape[-1]
 
     def empty(heads: int, dim: int) -> Tensor:
         return qkv.new_empty(num_tokens, heads, dim, dtype=torch.float32)
 
-    q, k, v = empty(key_heads, key_dim), empty(key_heads, key_dim), empty(value_heads, value_dim)
-    begin = 0
-    for out, heads, dim, scale in (
-        (q, key_heads, key_dim, key_dim**-0.5), (k, key_heads, key_dim, 1.0),
-        (v, value_heads, value_dim, 0.0),
-    ):  # fmt: skip
-        _conv[(triton.cdiv(num_tokens, ROWS), heads)](
+    q, k = (empty(heads.keys, heads.key_dim) for _ in range(2))
+    v, begin = empty(heads.values, heads.value_dim), 0
+    for out, scale in ((q, heads.key_dim**-0.5), (k, 1.0), (v, 0.0)):
+        count, dim = out.shape[1:]
+        _conv[(triton.cdiv(num_tokens, ROWS), count)](
             qkv, weight, before, places.sequence, places.within, out, num_tokens, begin, scale,
-            eps, channels, heads, dim, taps, scale > 0, ROWS, triton.next_power_of_2(dim),
+            eps, channels, count, dim, taps, scale > 0, ROWS, triton.next_power_of_2(dim),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        begin += heads * dim
+        begin += count * dim
     return q, k, v
 
 

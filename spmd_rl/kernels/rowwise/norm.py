@@ -1,7 +1,7 @@
 """RMS norm with Hugging Face's rounding points.
 
 Statistics are in fp32, n = cast(x * rstd), y = cast(weight * n). A zero-centred weight is that of
-Qwen3-Next, on CPUs only: y = cast(x * rstd * (1 + weight)), all in fp32.
+Qwen3-Next: y = cast(x * rstd * (1 + weight)), all in fp32.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def add_rms_norm(
             return x.add_rms_norm(residual, weight, eps)
         x = x.taken()
     if x.is_cuda:
-        assert not zero_centred, "no kernel has it"
-        normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
-        recomputable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps, False)])
+        normed, summed = call(_AddRmsNorm, x, residual, weight, eps, zero_centred)
+        again = summed.detach(), weight, eps, zero_centred
+        recomputable([normed], lambda: [_RmsNorm.apply(*again)])
         return normed, summed
     summed = residual + x
     return rms_norm(summed, weight, eps, zero_centred), summed
@@ -52,17 +52,16 @@ def add_rms_norm(
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+        ctx.zero_centred = zero_centred
         if x.is_cuda:
-            assert not zero_centred, "no kernel has it"
             from spmd_rl.kernels.rowwise.norm_triton import rms_norm_forward
 
-            out, rstd = rms_norm_forward(x, weight, eps)
+            out, rstd = rms_norm_forward(x, weight, eps, zero_centred)
             ctx.save_for_backward(x, weight, rstd)
             return out
         wide = x.float()
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centred = zero_centred
         if zero_centred:
             return (wide * rstd).mul_(1 + weight.float()).to(x.dtype)
         return (wide * rstd).to(x.dtype).mul_(weight)
@@ -73,7 +72,8 @@ class _RmsNorm(torch.autograd.Function):
         if x.is_cuda:
             from spmd_rl.kernels.rowwise.norm_triton import rms_norm_backward
 
-            return *rms_norm_backward(grads[0], x, weight, rstd), None, None
+            found = rms_norm_backward(grads[0], x, weight, rstd, None, ctx.zero_centred)
+            return *found, None, None
         grad = grads[0].float()
         normed = x.float() * rstd
         product = (grad * normed).flatten(0, -2)
@@ -89,18 +89,21 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool
     ) -> tuple[Tensor, Tensor]:
         from spmd_rl.kernels.rowwise.norm_triton import add_rms_norm_forward
 
-        out, summed, rstd = add_rms_norm_forward(x, residual, weight, eps)
+        out, summed, rstd = add_rms_norm_forward(x, residual, weight, eps, zero_centred)
         ctx.save_for_backward(summed, weight, rstd)
+        ctx.zero_centred = zero_centred
         return out, summed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         from spmd_rl.kernels.rowwise.norm_triton import rms_norm_backward
 
         summed, weight, rstd = ctx.saved_tensors
-        grad, grad_weight = rms_norm_backward(grads[0], summed, weight, rstd, grads[1])
-        return grad, grad, grad_weight, None
+        grad, grad_weight = rms_norm_backward(
+            grads[0], summed, weight, rstd, grads[1], ctx.zero_centred
+        )
+        return grad, grad, grad_weight, None, None

@@ -20,16 +20,18 @@ NUM_WARPS = 4
 MAX_BACKWARD_PROGRAMS = 1024
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """Shape: x [..., C]; returns the result like x and rstd [num_rows] fp32."""
     x = dense(x)
     out, rstd = torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    _launch_forward(x, None, weight, out, None, rstd, eps)
+    _launch_forward(x, None, weight, out, None, rstd, eps, zero_centred)
     return out, rstd
 
 
 def add_rms_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape: x and residual [..., C]; returns the result and the sum like x, and rstd [num_rows]
     fp32.
@@ -37,7 +39,7 @@ def add_rms_norm_forward(
     x = dense(x)
     out, summed = torch.empty_like(x), torch.empty_like(x)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    _launch_forward(x, dense(residual), weight, out, summed, rstd, eps)
+    _launch_forward(x, dense(residual), weight, out, summed, rstd, eps, zero_centred)
     return out, summed, rstd
 
 
@@ -49,16 +51,23 @@ def _launch_forward(
     summed: Tensor | None,
     rstd: Tensor,
     eps: float,
+    zero_centred: bool,
 ) -> None:
     rows, block = norm_tile(x.shape[-1])
     _forward[(triton.cdiv(len(rstd), rows),)](
         x, residual, dense(weight), out, summed, rstd, len(rstd), eps,
-        x.shape[-1], rows, block, num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
+        x.shape[-1], rows, block, zero_centred,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    grad_x: Tensor | None = None,
+    zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, plus `grad_x` if given, and of weight."""
     grad, x, weight = dense(grad), dense(x), dense(weight)
@@ -70,7 +79,7 @@ def rms_norm_backward(
     partial = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     _backward[(programs,)](
         grad, x, weight, rstd, None if grad_x is None else dense(grad_x), out, partial,
-        len(rstd), num_tiles, x.shape[-1], rows, block, num_warps=NUM_WARPS,
+        len(rstd), num_tiles, x.shape[-1], rows, block, zero_centred, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out, partial.sum(0).to(weight.dtype)
 
@@ -83,8 +92,8 @@ def norm_tile(size: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward(
-    x, residual, weight, out, summed, rstd, num_rows, eps,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, out, summed, rstd, num_rows, eps, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr = False,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -92,14 +101,17 @@ def _forward(
     at = row[:, None] * SIZE + column[None, :]
     wait()
     given = tl.load(x + at, mask=inside, other=0.0)
-    inverse = norm_of_tile(given, residual, weight, out, summed, at, inside, column, eps, SIZE)
+    inverse = norm_of_tile(
+        given, residual, weight, out, summed, at, inside, column, eps, SIZE, ZERO_CENTRED
+    )
     tl.store(rstd + row, inverse, mask=row < num_rows)
 
 
 @triton.jit
 def norm_of_tile(
-    given, residual, weight, out, summed, at, inside, column, eps, SIZE: tl.constexpr
-) -> tl.tensor:
+    given, residual, weight, out, summed, at, inside, column, eps, SIZE: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr = False,
+) -> tl.tensor:  # fmt: skip
     """Norm a tile of x, which is first added to the residual if there is one; return the rstd.
 
     It writes `out`, and `summed` where it adds.
@@ -113,18 +125,24 @@ def norm_of_tile(
         wide = rounded.to(tl.float32)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normed = (wide * inverse[:, None]).to(given.dtype).to(tl.float32)
+    normed = wide * inverse[:, None]
+    if ZERO_CENTRED:
+        scale = 1.0 + scale
+    else:
+        normed = normed.to(given.dtype).to(tl.float32)
     tl.store(out + at, (normed * scale[None, :]).to(out.dtype.element_ty), mask=inside)
     return inverse
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _backward(
-    grad, x, weight, rstd, grad_x, out, partial, num_rows, num_tiles,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, weight, rstd, grad_x, out, partial, num_rows, num_tiles, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr = False,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        scale = 1.0 + scale
     grad_weight = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -1,7 +1,8 @@
 """Weights of a model that are in few bits with `weights` as a format, and their names in a push.
 
-They are the matrices of the blocks but for routers, experts' included. A push gives the codes the
-name of the weight, and the scales the name that Hugging Face folders use. No torch.
+They are the matrices of the blocks, experts' included, but for routers and gates of states. A push
+gives the codes the name of the weight, and the scales the name that Hugging Face folders use. No
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def scale_name(weight: str) -> str:
 
 def is_coded(tensor: TensorSpec) -> bool:
     """Return whether a parameter of a block can be in few bits."""
-    return len(tensor.shape) == 2 and not tensor.is_router
+    return len(tensor.shape) == 2 and not tensor.stays_full
 
 
 def coded_shapes(spec: ModelSpec, weights: WeightFormat) -> dict[str, tuple[int, int]]:

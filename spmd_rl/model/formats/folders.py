@@ -52,7 +52,7 @@ def refuse_for_sglang(folder: str | Path) -> None:
 
 def quantization_config(spec: ModelSpec, code_format: CodeFormat) -> dict[str, Any]:
     """Return what the config.json of a folder in this format says of its weights."""
-    routers = [one.name for one in spec.parameters() if one.is_router]
-    plain = [name.removesuffix(".weight") for name in (HEAD, *routers)]
+    full = [one.name for one in spec.parameters() if one.stays_full]
+    plain = [name.removesuffix(".weight") for name in (HEAD, *full)]
     described = {"activation_scheme": "dynamic", "modules_to_not_convert": plain}
     return {**code_format.folder, **described}

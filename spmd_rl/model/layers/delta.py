@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # the projections of a token, and the two that hold all of them per key head in Qwen3-Next
+GATES = ("in_proj_b", "in_proj_a", "in_proj_ba")  # what states are corrected and decay by
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 FUSED_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 
@@ -67,7 +68,9 @@ class GatedDelta:
             TensorSpec(f"{own}.dt_bias", (heads,)),
             TensorSpec(f"{own}.A_log", (heads,)),
             *(
-                TensorSpec(f"{own}.{projection}.weight", (rows, hidden))
+                TensorSpec(
+                    f"{own}.{projection}.weight", (rows, hidden), stays_full=projection in GATES
+                )
                 for projection, rows in self.projections.items()
             ),
             TensorSpec(f"{own}.conv1d.weight", (self.conv_width, 1, self.conv_size)),

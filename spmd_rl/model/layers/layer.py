@@ -60,8 +60,8 @@ class TensorSpec:
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
     number of the expert that it belongs to. A fixed tensor is float32 and not trained
-    (`fixed_parameters.py`). A router's weight is never in few bits. Vectors other than biases begin
-    as `start`.
+    (`fixed_parameters.py`). A weight that `stays_full`, as a router's, is never in few bits.
+    Vectors other than biases begin as `start`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class TensorSpec:
     expert: int | None = None
     writes_residual: bool = False  # whether its product is added to the residual stream
     is_fixed: bool = False
-    is_router: bool = False
+    stays_full: bool = False
     start: float = 1.0
 
     @property

@@ -45,7 +45,7 @@ class Moe:
 
     def parameters(self) -> Sequence[TensorSpec]:
         gate, hidden = f"{self.name}.gate", self.hidden_size
-        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden), is_router=True)]
+        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden), stays_full=True)]
         if self.sigmoid:
             found.append(TensorSpec(f"{gate}.{CORRECTION}", (self.num_experts,), is_fixed=True))
         for number in range(self.num_experts):
@@ -59,7 +59,7 @@ class Moe:
         hidden, shared = self.hidden_size, f"{self.name}.shared_expert"
         if not self.shared_gate:
             return gated_parameters(f"{shared}s", hidden, self.shared_size, False)
-        gate = TensorSpec(f"{shared}_gate.weight", (1, hidden), is_router=True)
+        gate = TensorSpec(f"{shared}_gate.weight", (1, hidden), stays_full=True)
         return [*gated_parameters(shared, hidden, self.shared_size, False), gate]
 
     def expert_parameters(self, number: int) -> list[TensorSpec]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
@@ -40,6 +41,8 @@ from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.parts.part import WHOLE, ModelPart
+
+LEAST_ROWS = 8  # of a weight that the contract's kernel multiplies with
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -195,8 +198,12 @@ class MoeMlp(nn.Module):
 
     def _by_gate(self, x: Tensor) -> Tensor:
         assert self.shared_expert is not None and self.shared_expert_gate is not None
-        # a product with one column could be another kernel's for other numbers of rows
-        gate = (x.float() * self.shared_expert_gate.weight.float()).sum(-1, keepdim=True)
+        weight = self.shared_expert_gate.weight
+        if is_exact(x):
+            gate = linear_fp32(x, F.pad(weight, (0, 0, 0, LEAST_ROWS - 1)))[:, :1]
+        else:
+            # a product with one column could be another kernel's for other numbers of rows
+            gate = (x.float() * weight.float()).sum(-1, keepdim=True)
         return sigmoid_mul(self.shared_expert(x), gate)
 
     def _own_rows(self, num_rows: int) -> slice:

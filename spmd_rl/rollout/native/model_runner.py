@@ -57,7 +57,8 @@ class ModelRunner:
         if graphs:
             memory = torch.cuda.graph_pool_handle()
             self._decode_graphs = DecodeGraphs(model, cache, table, memory, draw, self._joint)
-            if self._joint is None and cache.backend.fits_prefill_graphs:
+            fits = cache.backend.fits_prefill_graphs and not model.spec.has_states
+            if self._joint is None and fits:
                 self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
         self._routes: RecordedRoutes | None = None  # once a request asks for them
         self._model = model
