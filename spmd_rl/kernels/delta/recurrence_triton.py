@@ -3,7 +3,8 @@
 One kernel convolves and norms, one runs the recurrence, and one norms what it gives. A program of
 the recurrence has some columns of one head's state in registers, and takes the tokens of its
 sequence in turn. Tiles do not depend on how many tokens or sequences there are, and multiplication
-and addition are never contracted, so a row's bits depend on its own sequence alone.
+and addition are never contracted, so a row's bits depend on its own sequence alone. A kernel is
+compiled once for sequences with and without a past: compilers lay sums out by what a kernel loads.
 
 Shape letters: B sequences, T tokens, C channels, W taps; K key and V value heads of sizes D and E.
 """
@@ -41,6 +42,7 @@ def conv_heads(
     """
     qkv, weight = dense(qkv), dense(weight)
     num_tokens, channels, taps = len(places.sequence), qkv.shape[1], weight.shape[-1]
+    has_before, before = before is not None, qkv if before is None else before
 
     def empty(heads: int, dim: int) -> Tensor:
         return qkv.new_empty(num_tokens, heads, dim, dtype=torch.float32)
@@ -51,16 +53,16 @@ def conv_heads(
         count, dim = out.shape[1:]
         _conv[(triton.cdiv(num_tokens, ROWS), count)](
             qkv, weight, before, places.sequence, places.within, out, num_tokens, begin, scale,
-            eps, channels, count, dim, taps, scale > 0, ROWS, triton.next_power_of_2(dim),
-            num_warps=4, enable_fp_fusion=False,
+            eps, has_before, channels, count, dim, taps, scale > 0, ROWS,
+            triton.next_power_of_2(dim), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         begin += count * dim
     return q, k, v
 
 
-@triton.jit(do_not_specialize=["num_tokens", "begin"])
+@triton.jit(do_not_specialize=["num_tokens", "begin", "has_before"])
 def _conv(
-    x, weight, before, sequence, within, out, num_tokens, begin, scale, eps,
+    x, weight, before, sequence, within, out, num_tokens, begin, scale, eps, has_before,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr,
     IS_NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -78,13 +80,13 @@ def _conv(
             x + (row - back)[:, None] * CHANNELS + channel[None, :],
             mask=is_new[:, None] & is_column[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        if before is not None:
-            kept = owner * (TAPS - 1) + TAPS - 1 + place - back
-            from_before = tl.load(
-                before + kept[:, None] * CHANNELS + channel[None, :],
-                mask=(is_row & (place < back))[:, None] & is_column[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
-            from_new = tl.where((place >= back)[:, None], from_new, from_before)
+        kept = owner * (TAPS - 1) + TAPS - 1 + place - back
+        is_old = is_row & (place < back) & (has_before != 0)
+        from_before = tl.load(
+            before + kept[:, None] * CHANNELS + channel[None, :],
+            mask=is_old[:, None] & is_column[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        from_new = tl.where((place >= back)[:, None], from_new, from_before)
         factor = tl.load(weight + channel * TAPS + tap, mask=is_column, other=0.0).to(tl.float32)
         total += from_new * factor[None, :]
     mixed = total / (1.0 + tl.exp(-total))
@@ -114,19 +116,25 @@ def recurrence(
     key_heads, key_dim = q.shape[1:]
     value_heads, value_dim = v.shape[1:]
     num_sequences = len(places.lengths)
+    before, after, slots, fresh = memory
+    if slots is None:
+        slots = torch.zeros_like(places.lengths, dtype=torch.int64)
+    if fresh is None or before is None:
+        fresh = torch.full_like(slots, before is None, dtype=torch.bool)
     grid = num_sequences * value_heads, triton.cdiv(value_dim, COLUMNS)
     _recurrence[grid](
-        q, k, v, dense(b), dense(a), dense(dt_bias), dense(a_log), memory.before, memory.after,
-        memory.slots, memory.fresh, places.first, places.lengths, out, key_heads, value_heads,
+        q, k, v, dense(b), dense(a), dense(dt_bias), dense(a_log),
+        out if before is None else before, out if after is None else after, slots, fresh,
+        places.first, places.lengths, out, after is not None, key_heads, value_heads,
         key_dim, value_dim, COLUMNS, triton.next_power_of_2(key_dim), num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_kept"])
 def _recurrence(
-    q, k, v, b, a, dt_bias, a_log, before, after, slots, fresh, first, lengths, out,
+    q, k, v, b, a, dt_bias, a_log, before, after, slots, fresh, first, lengths, out, is_kept,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -134,12 +142,11 @@ def _recurrence(
     sequence, head = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
     value, key = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     inside = (value < VALUE_DIM)[:, None] & (key < KEY_DIM)[None, :]
-    slot = tl.cast(sequence, tl.int64)
-    if slots is not None:
-        slot = tl.load(slots + sequence).to(tl.int64)
+    slot = tl.load(slots + sequence).to(tl.int64)
     place = (slot * VALUE_HEADS + head) * VALUE_DIM * KEY_DIM
     place = place + value[:, None] * KEY_DIM + key[None, :]
-    state = _state_before(before, fresh, sequence, place, inside, COLUMNS, BLOCK)
+    has_state = inside & (tl.load(fresh + sequence) == 0)
+    state = tl.load(before + place, mask=has_state, other=0.0)
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     token = tl.load(first + sequence).to(tl.int64)
@@ -162,21 +169,7 @@ def _recurrence(
         to = out + (token * VALUE_HEADS + head) * VALUE_DIM + value
         tl.store(to, mixed, mask=value < VALUE_DIM)
         token += 1
-    if after is not None:
-        tl.store(after + place, state, mask=inside)
-
-
-@triton.jit
-def _state_before(
-    before, fresh, sequence, place, inside, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
-    state = tl.zeros((COLUMNS, BLOCK), tl.float32)
-    if before is not None:
-        has_state = inside
-        if fresh is not None:
-            has_state = inside & (tl.load(fresh + sequence) == 0)
-        state = tl.load(before + place, mask=has_state, other=0.0)
-    return state
+    tl.store(after + place, state, mask=inside & (is_kept != 0))
 
 
 @triton.jit

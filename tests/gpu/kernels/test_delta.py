@@ -18,7 +18,7 @@ from spmd_rl.kernels.delta.rule import (
     plain_gated_norm,
 )
 from spmd_rl.kernels.delta.states import PackedStates, Places, SlotStates, StateSlots
-from tests.unit.kernels.delta.test_delta_rule import Rows, rows_of, weights_of
+from tests.unit.kernels.delta.delta_case import Rows, rows_of, weights_of
 
 DEVICE = torch.device("cuda")
 # the second is of no family: its sizes fill no tile
