@@ -6,7 +6,7 @@ On every split the run must learn without any mismatched token.
         one split colocated --save
 
 `one` is one rank. `split` is one train and one engine rank. `colocated` is two ranks that serve
-both roles.
+both roles. `hybrid0` to `hybrid2` are that with layers that hand a state on, with other seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ MODES = {
     "one": ["--nproc=1"],
     "split": ["--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
     "colocated": ["--nproc=2"],
+    **{
+        f"hybrid{seed}": [
+            *("--nproc=2", f"--run.seed={seed}"),
+            "--model=examples/arithmetic/model-hybrid",
+        ]
+        for seed in range(3)
+    },
 }
 RECIPE = "examples/arithmetic/recipe.py"
 

@@ -36,6 +36,7 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     it, a model that cannot be cut along the axes, or a trainer that pushes to an engine of other
     formats.
     """
+    check_together(needs, placements)
     trainer, engine, model = needs.trainer, needs.engine, needs.model
     extra = {role.name for role in needs.extra_roles()}
     for name, placement in placements.items():
@@ -45,7 +46,6 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
             kind_of(trainer, _head(needs)).check_axes(trainer, placement, model)
         elif name not in extra:
             placement.require_axes("this role", DATA, ADVICE)
-    check_together(needs, placements)
     for role in needs.extra_roles():
         role.check_axes(placements)
 
@@ -61,8 +61,6 @@ def check_together(needs: RunNeeds, placements: Placements) -> None:
     model cannot have.
     """
     shards, model = needs.run.row_shards, needs.model
-    if shards > 1 and model:
-        check_parts(read_spec(model), shards, f"run.row_shards = {shards}")
     settings = {
         "split": {name: _sizes(placement) for name, placement in placements.items()},
         "run": {"row_shards": shards},
@@ -83,6 +81,8 @@ def check_together(needs: RunNeeds, placements: Placements) -> None:
         refuse(kind_of_engine(needs.engine).refused, settings)
     if needs.trainer is not None:
         refuse(kind_of(needs.trainer, _head(needs)).refused, settings)
+    if shards > 1 and model:
+        check_parts(read_spec(model), shards, f"run.row_shards = {shards}")
 
 
 def _sizes(placement: Placement) -> dict[str, int]:

@@ -57,6 +57,7 @@ MODES = {
     "sampler": ["grpo", "--nproc=1", "--sampler.oversample=1.5"],
     "rounds": ["grpo", "--nproc=1", *ROUNDS],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
+    "hybrid": ["grpo", "--nproc=2", f"--model={EXAMPLE / 'model-hybrid'}"],
     "asleep": ["grpo", "--nproc=2", "--offload.sleep=always"],
     "shared": ["grpo", "--nproc=2", "--split.infer.tp=2", *ROUNDS],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
