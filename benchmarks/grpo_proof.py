@@ -15,6 +15,8 @@ the last step goes through engine and trainer once more, with the initial weight
 row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
+
+`hybrid@8` and `3.5-9B@8` have eight layers of the widths of Qwen3.5-9B, six of them with a state.
 """
 
 from __future__ import annotations
@@ -67,6 +69,18 @@ STEPS = {
             "--trainer.max_tokens=8192",
         ],
     ),
+    **{
+        name: (
+            8,
+            52,
+            [
+                "--engine.num_pages=450",
+                "--trainer.backend.recompute=cheap",
+                "--trainer.max_tokens=8192",
+            ],
+        )
+        for name in ("hybrid@8", "3.5-9B@8")
+    },
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
@@ -226,7 +240,9 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
         "",
         at_least=len(steps),
     )
-    for said, counter in USED.items():
+    # heads of 256 have no kernel that can be recorded
+    used = {said: one for said, one in USED.items() if one != "num_graphs" or name != "3.5-9B@8"}
+    for said, counter in used.items():
         yield measured(f"{what}: {said}", last[f"engine/{counter}"], "", at_least=1)
     yield measured(f"{what}: start to end", seconds, "s")
     yield from replayed(what, folder / name, run)
@@ -236,7 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", default=list(STEPS))
+    parser.add_argument("models", nargs="*", default=["0.6B", "4B"])
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []

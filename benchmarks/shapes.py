@@ -1,4 +1,4 @@
-"""Model shapes of the GPU benchmarks: those of Qwen3, with random weights.
+"""Model shapes of the GPU benchmarks: those of Qwen3 and Qwen3.5, with random weights.
 
     python -m benchmarks.shapes 0.6B FOLDER
 
@@ -30,6 +30,15 @@ QWEN3 = {
     "8B": (4096, 12288, 36, 32, 8, False),
     "32B": (5120, 25600, 64, 64, 8, False),
 }
+# hidden, intermediate, layers, heads, key-value heads, tied head, size of heads, value heads of
+# states; the last one is the 9B's with heads for which kernels are fastest
+QWEN3_5 = {
+    "3.5-0.8B": (1024, 3584, 24, 8, 2, True, 256, 16),
+    "3.5-9B": (4096, 12288, 32, 16, 4, False, 256, 32),
+    "3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 32),
+    "hybrid": (4096, 12288, 32, 32, 8, False, 128, 32),
+}
+STATES_LAST = -4.0  # `dt_bias` of random weights: about 0.95 of a state is left at each token
 MIXTURE = "30B-A3B"
 MIXTURE_SIZES = (2048, 6144, 48, 32, 4, False)
 # what its config.json has beside or in place of what a dense model's has
@@ -52,8 +61,10 @@ MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured
 
 
 def config(name: str) -> dict[str, object]:
-    """Return the config.json of a Qwen3 of this size; "SIZE@N" has N layers."""
+    """Return the config.json of a Qwen3 or Qwen3.5 of this size; "SIZE@N" has N layers."""
     name, _, few = name.partition("@")
+    if name in QWEN3_5:
+        return hybrid_config(name, int(few or QWEN3_5[name][2]))
     sizes = QWEN3 | {MIXTURE: MIXTURE_SIZES, TINY: TINY_SIZES}
     hidden, inner, layers, heads, kv_heads, tied = sizes[name]
     dense = {
@@ -83,6 +94,41 @@ def config(name: str) -> dict[str, object]:
     return dense | MORE_KEYS.get(name, {})
 
 
+def hybrid_config(name: str, layers: int) -> dict[str, object]:
+    """Return the config.json of the text model of a Qwen3.5 of this size."""
+    hidden, inner, _, heads, kv_heads, tied, head_dim, value_heads = QWEN3_5[name]
+    experts: dict[str, object] = {}
+    if "-A" in name:
+        experts = {
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": inner,
+            "shared_expert_intermediate_size": inner,
+        }
+    return {
+        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 248046,
+        "dtype": "bfloat16",
+        **experts,
+    }
+
+
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
     """Write a model folder without weights, with another's tokenizer if the run needs text."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,12 +153,16 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
     depth = 1 / math.sqrt(2 * spec.num_layers)
-    for name, shape in spec.parameter_shapes().items():
+    for tensor in spec.parameters():
+        name, shape = tensor.name, tensor.shape
         if len(shape) == 1:
-            yield name, torch.ones(shape, device=device)
+            start = STATES_LAST if name.endswith("dt_bias") else tensor.start
+            yield name, torch.full(shape, start, device=device)
             continue
         scale = spec.init_std * (
-            depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            depth
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+            else 1.0
         )
         yield name, torch.randn(shape, device=device, generator=generator).mul_(scale)
 

@@ -10,12 +10,15 @@ D and E.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from spmd_rl.kernels.runtime.ragged import offsets_within
 
 CHUNK = 64
 
@@ -40,38 +43,44 @@ def chunked_delta(
 ) -> Tensor:
     """Mix sequences that begin without a state. The last chunk of each is filled up with zeros.
 
+    Chunks lie in the order in which they are taken: the first ones of all sequences, then the
+    second ones, those of the longest sequences first.
     Shape: q and k [T, K, D], v [T, V, E], log_decay and beta [T, V], lengths [B], all fp32; returns
     [T, V, E].
     """
-    counts = -(-lengths // CHUNK)
-    before = (np.cumsum(counts) - counts) * CHUNK - (np.cumsum(lengths) - lengths)
-    at = torch.from_numpy(np.arange(len(q)) + np.repeat(before, lengths)).to(q.device)
+    order = np.argsort(-lengths, kind="stable")
+    num_chunks = -(-lengths // CHUNK)
+    counts = [int((num_chunks > place).sum()) for place in range(num_chunks.max(initial=0))]
+    rank = np.argsort(order)  # of each sequence among those of a place
+    begins = np.concatenate([[0], np.cumsum(counts)])
+    place, within = np.divmod(offsets_within(lengths), CHUNK)
+    rows = (begins[place] + np.repeat(rank, lengths)) * CHUNK + within
+    at = torch.from_numpy(rows).to(q.device)
 
     def by_chunk(x: Tensor) -> Tensor:
-        rows = x.new_zeros(int(counts.sum()) * CHUNK, *x.shape[1:]).index_copy(0, at, x)
+        rows = x.new_zeros(int(begins[-1]) * CHUNK, *x.shape[1:]).index_copy(0, at, x)
         return rows.unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [N, V, S, ...]
 
     served = v.shape[1] // k.shape[1]
     q, k = (by_chunk(one).repeat_interleave(served, 1) for one in (q, k))
     chunks = _within_chunks(q, k, by_chunk(v), by_chunk(log_decay), by_chunk(beta))
-    return _from_chunk_to_chunk(chunks, counts).transpose(1, 2).flatten(0, 1)[at]
+    return _from_chunk_to_chunk(chunks, counts).transpose(1, 2).flatten(0, 1).index_select(0, at)
 
 
 def _within_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Chunks:
     sums = log_decay.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     # how much is left, at each token of a chunk, of what an earlier one of it added
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~lower, 0).exp() * lower
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     keys, since_start, last = k * beta[..., None], sums.exp()[..., None], sums[..., -1:]
-    inverse = (keys @ k.transpose(-1, -2) * between).tril(-1)
-    inverse = inverse + torch.eye(CHUNK, device=q.device)
-
-    def solved(right: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(inverse, right, upper=False, unitriangular=True)
-
+    mixed = (keys @ k.transpose(-1, -2) * between).tril(-1)
+    eye = torch.eye(CHUNK, device=q.device)
+    inverse = torch.linalg.solve_triangular(
+        mixed + eye, eye.expand_as(mixed), upper=False, unitriangular=True
+    )
     return Chunks(
-        added=solved(v * beta[..., None]),
-        read=solved(keys * since_start),
+        added=inverse @ (v * beta[..., None]),
+        read=inverse @ (keys * since_start),
         attention=q @ k.transpose(-1, -2) * between,
         queries=q * since_start,
         handed_on=k * (last - sums).exp()[..., None],
@@ -79,25 +88,15 @@ def _within_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Ten
     )
 
 
-def _from_chunk_to_chunk(chunks: Chunks, counts: NDArray[np.int64]) -> Tensor:
-    """Take a chunk of all sequences at once, those with the most first.
-
-    Shape: counts [B], the chunks of each; returns [N, V, S, E].
-    """
-    order = np.argsort(-counts, kind="stable")
-    first = (np.cumsum(counts) - counts)[order]
-    device = chunks.read.device
-    state = chunks.read.new_zeros(
-        len(counts), chunks.read.shape[1], chunks.read.shape[-1], chunks.added.shape[-1]
-    )
-    parts, numbers = [], []
-    for place in range(counts.max(initial=0)):
-        numbers.append(first[counts[order] > place] + place)
-        index = torch.from_numpy(numbers[-1]).to(device)
-        added, read, attention, queries, handed_on, left = (one[index] for one in chunks)
-        state = state[: len(index)]
+def _from_chunk_to_chunk(chunks: Chunks, counts: Sequence[int]) -> Tensor:
+    """Take so many chunks at once, each of another sequence; returns [N, V, S, E]."""
+    _, num_heads, _, key_dim = chunks.read.shape
+    state = chunks.read.new_zeros(counts[0], num_heads, key_dim, chunks.added.shape[-1])
+    parts = []
+    for part in zip(*(one.split(list(counts)) for one in chunks), strict=True):
+        added, read, attention, queries, handed_on, left = part
+        state = state[: len(added)]
         new = added - read @ state
         parts.append(queries @ state + attention @ new)
         state = state * left + handed_on.transpose(-1, -2) @ new
-    where = torch.from_numpy(np.concatenate(numbers).argsort()).to(device)
-    return torch.cat(parts)[where]
+    return torch.cat(parts)

@@ -154,7 +154,7 @@ def causal_conv(rows: ConvRows, weight: Tensor) -> Tensor:
     total = wide[:count] * taps[:, 0]
     for tap in range(1, rows.count + 1):
         total = total + wide[tap : tap + count] * taps[:, tap]
-    total = total[rows.first_taps()]
+    total = total.index_select(0, rows.first_taps())
     return total * _sigmoid(total)
 
 
@@ -186,8 +186,9 @@ def recurrence(
     taken = np.concatenate([first[:count] + place for place, count in enumerate(counts)])
     tokens, sequences = (torch.from_numpy(one).to(state.device) for one in (taken, order))
     in_turn = _by_value_head(steps, tokens)
-    out, states = _in_turn([one.split(counts) for one in in_turn], state[sequences])
-    return out[tokens.argsort()], states[sequences.argsort()]
+    out, states = _in_turn([one.split(counts) for one in in_turn], state.index_select(0, sequences))
+    in_order, in_batch = tokens.argsort(), sequences.argsort()
+    return out.index_select(0, in_order), states.index_select(0, in_batch)
 
 
 def _by_value_head(steps: DeltaSteps, tokens: Tensor) -> Sequence[Tensor]:
@@ -195,9 +196,10 @@ def _by_value_head(steps: DeltaSteps, tokens: Tensor) -> Sequence[Tensor]:
     num_values = steps.v.shape[1]
     served = num_values // steps.k.shape[1]
     key_head = torch.arange(num_values, device=tokens.device) // served
-    q, k = (one[tokens][:, key_head, None] for one in (steps.q, steps.k))
-    decay = steps.log_decay.exp()[tokens][..., None, None]
-    return q, k, steps.v[tokens], decay, steps.beta[tokens][..., None]
+    steps = DeltaSteps(*(one.index_select(0, tokens) for one in steps))
+    q, k = (one[:, key_head, None] for one in (steps.q, steps.k))
+    decay = steps.log_decay.exp()[..., None, None]
+    return q, k, steps.v, decay, steps.beta[..., None]
 
 
 def _in_turn(steps: Sequence[Sequence[Tensor]], state: Tensor) -> tuple[Tensor, Tensor]:
