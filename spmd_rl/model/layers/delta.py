@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # the projections of a token, and the two that hold all of them per key head in Qwen3-Next
 GATES = ("in_proj_b", "in_proj_a", "in_proj_ba")  # what states are corrected and decay by
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+# arrays in fp32, each of all value heads, that exist at once where gradients are computed in
+# chunks; counted on an H200 at the sizes of Qwen3.5-9B
+IN_CHUNKS = 40
 FUSED_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 
 
@@ -81,17 +84,16 @@ class GatedDelta:
     def cost(self, tp: int = 1) -> LayerCost:
         projected = sum(self.projections.values())
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim
-        # in fp32, two elements each: what the convolution, the gates and the norm give
-        mixed = 2 * (3 * self.conv_width + 4 * self.value_width)
-        # the backward pass goes through the loop of tokens, with two states of each in fp32
-        kept = projected + mixed + 2 * 2 * state
+        # in fp32, two elements each: what the convolution and the states give
+        mixed = 2 * (self.conv_width + self.value_width)
+        widest = self.num_value_heads * max(self.key_head_dim, self.value_head_dim)
         return LayerCost(
             parameters=num_elements(self.parameters()),
             # a token's key is multiplied with the state and added to it, and its query reads it
             multiplied=self.hidden_size * (projected + self.value_width) + 3 * state,
-            kept_products=kept,
-            gradients=projected + mixed,
-            workspace=projected + mixed,
+            kept_products=projected + 3 * self.value_width,
+            gradients=projected + 2 * IN_CHUNKS * widest,
+            workspace=projected + mixed + self.value_width,
         )
 
     def cache(self, tp: int = 1) -> CacheSpec:
