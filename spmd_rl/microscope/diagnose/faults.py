@@ -24,6 +24,7 @@ from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
+from spmd_rl.model.layers.delta_module import DeltaMixer
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.linear import Linear
 
@@ -151,6 +152,23 @@ def route_flip(engine_pass: EnginePass) -> None:
         return choose(torch.where(logits[:, :1] > 0, turned, logits))
 
     mixture._route = without_best  # type: ignore[method-assign]
+
+
+def state_bf16(engine_pass: EnginePass) -> None:
+    """The first layer that hands a state on keeps it in bfloat16 from step to step."""
+    mixers = (one for one in engine_pass.model.modules() if isinstance(one, DeltaMixer))
+    mixer = next(mixers, None)
+    if mixer is None:
+        raise ConfigError("state-bf16 needs a model whose layers hand on a state")
+    mix = mixer._mixed
+
+    def rounded(qkv: Tensor, b: Tensor, a: Tensor, attend: PagedAttention) -> Tensor:
+        mixed = mix(qkv, b, a, attend)
+        state = attend.cache.states[mixer.number][1]
+        state.copy_(state.bfloat16())
+        return mixed
+
+    mixer._mixed = rounded  # type: ignore[method-assign, assignment]
 
 
 def rope_bf16(engine_pass: EnginePass) -> None:
@@ -281,6 +299,7 @@ FAULTS: dict[str, Callable[[EnginePass], None]] = {
     "norm-order": norm_order,
     "rope-bf16": rope_bf16,
     "route-flip": route_flip,
+    "state-bf16": state_bf16,
     "logits-bf16": logits_bf16,
     "auto-splits": auto_splits,
     "library-logprob": library_logprob,
