@@ -14,11 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.algo.packing import pack
 from spmd_rl.errors import DataError
+from spmd_rl.kernels import PackedAttention, Rotary
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.foreign.layout import StoredHeader, check_points
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
@@ -43,7 +46,7 @@ from spmd_rl.train.kinds import kind_of
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
 from tests.dist.train_case import make_batch
-from tests.planted import family, latent
+from tests.planted import family, latent, mamba
 from tests.samples import finish
 
 CPU = torch.device("cpu")
@@ -63,6 +66,8 @@ LATENT = Family(
         2,
     ),
 )
+MAMBA = mamba.Mamba2(36, 4, 6, num_groups=2, state_size=8, conv_size=4, rms_eps=1e-6)
+MAMBAS = Family("Mamba", lambda config: ((BlockSpec(36, MAMBA, Mlp(36, 54)),) * 3, 2))
 DELTAS = Family("Delta", lambda config: ((BlockSpec(36, DELTA, Mlp(36, 54)),) * 3, 2))
 
 
@@ -71,12 +76,13 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(FAMILIES, "planted_moe", family.PLANTED)
     monkeypatch.setitem(FAMILIES, "planted_latent", LATENT)
     monkeypatch.setitem(FAMILIES, "planted_delta", DELTAS)
+    monkeypatch.setitem(FAMILIES, "planted_mamba", MAMBAS)
     known = dict(points.OPS)
     yield
     points.set_ops(known)  # other tests ask for the points of the families that are shipped
 
 
-@pytest.fixture(params=["planted_moe", "planted_latent", "planted_delta"])
+@pytest.fixture(params=["planted_moe", "planted_latent", "planted_delta", "planted_mamba"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = family.CONFIG | {"model_type": request.param}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -211,10 +217,14 @@ def test_what_it_takes_is_planned(folder: Path) -> None:
     assert trained["master"].num_bytes == 4 * spec.num_parameters
     served = {one.tag: one for one in engine_memory(spec, CONFIG, False)}
     assert served["weights"].num_bytes == 2 * spec.num_parameters
-    caches = {"planted_latent": 6, "planted_delta": 0}
+    caches = {"planted_latent": 6, "planted_delta": 0, "planted_mamba": 0}
     elements = caches.get(spec.family, 2 * 2 * 10)
     assert cache_token_bytes(spec, 4) == 3 * elements * 4
-    state = 3 * (3 * (2 * 16 + 24) + 4 * 8 * 6) * 4 if spec.family == "planted_delta" else 0
+    states = {
+        "planted_delta": 3 * (2 * 16 + 24) + 4 * 8 * 6,
+        "planted_mamba": 3 * (24 + 2 * 16) + 4 * 6 * 8,
+    }
+    state = 3 * 4 * states.get(spec.family, 0)
     assert spec.state_bytes(4) == state
     engine = engine_of(folder, dict(random_weights(spec, 0)))
     in_pages = 200 * 4 * cache_token_bytes(spec, 4)
@@ -247,6 +257,7 @@ def test_every_point_is_compared(folder: Path, new_trainer) -> None:
         "planted_moe": {"router", "experts"},
         "planted_latent": {"latent", "mixed"},
         "planted_delta": {"in_proj_qkv", "delta", "out_proj"},
+        "planted_mamba": {"in_proj", "scan", "out_proj"},
     }
     own = family_ops[read_spec(folder).family]
     assert own <= ops
@@ -262,9 +273,12 @@ def test_a_dump_may_hold_an_op_of_some_layers(folder: Path) -> None:
         for one in block.points()
     }
     assert len(check_points("dump", rows | ops, spec)) == len(ops)
-    op = {"planted_moe": "router", "planted_latent": "latent", "planted_delta": "delta"}[
-        spec.family
-    ]
+    op = {
+        "planted_moe": "router",
+        "planted_latent": "latent",
+        "planted_delta": "delta",
+        "planted_mamba": "scan",
+    }[spec.family]
     del ops[f"layers.2.{op}"]
     with pytest.raises(DataError, match=rf"it lacks layers\.2\.{op}, though it holds"):
         check_points("dump", rows | ops, spec)
@@ -278,3 +292,35 @@ def test_an_export_has_its_weights(folder: Path, new_trainer) -> None:
     exported = dict(read_weights(folder / "hf"))
     assert exported.keys() == weights.keys()
     assert all(torch.equal(one, weights[name]) for name, one in exported.items())
+
+
+def test_the_planted_state_space_is_that_of_nemotron_h() -> None:
+    """Outputs and gradients of its module and of transformers'."""
+    config = NemotronHConfig(
+        hidden_size=36,
+        mamba_num_heads=4,
+        mamba_head_dim=6,
+        n_groups=2,
+        ssm_state_size=8,
+        conv_kernel=4,
+        layer_norm_epsilon=1e-6,
+        use_conv_bias=True,
+        use_bias=False,
+    )
+    theirs, ours = NemotronHMamba2Mixer(config, 0), MAMBA.module(0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, one in sorted(theirs.named_parameters()):
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.3)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(21, 36, generator=generator)
+    attend = PackedAttention(np.array([21]), device=CPU)
+    nothing = torch.empty(0)
+    out = ours(x, Rotary(nothing, nothing, nothing), attend)
+    expected = theirs(x[None])[0]
+    assert (out - expected).norm() <= 2e-5 * expected.norm()
+    out.sum().backward()
+    expected.sum().backward()
+    others = dict(theirs.named_parameters())
+    for name, one in ours.named_parameters():
+        assert (one.grad - others[name].grad).norm() <= 5e-5 * others[name].grad.norm(), name
