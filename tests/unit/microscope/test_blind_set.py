@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import TokenAttention, rope_table
+from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.examine import ReplaySetup, examine
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
@@ -118,6 +119,9 @@ class Bent(TokenAttention):
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         return self.attend.history(layer, *rows)
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceStates]]:
+        return self.attend.sequences(layer)
 
 
 def wrong_attention_scale(engine: EnginePass) -> None:
