@@ -145,6 +145,15 @@ class PrefixSharing:
             return missing
         return min(missing, self._tails[row][0] - start)
 
+    def cut_at_stops(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], missing: NDArray[np.int64]
+    ) -> None:
+        """Cut each of `missing` to `num_before_stop`, in place. Shape: all [B]."""
+        if self._snapshots is None or not self._tails:
+            return
+        for place, row in enumerate(rows.tolist()):
+            missing[place] = self.num_before_stop(row, int(starts[place]), int(missing[place]))
+
     def take_snapshots(self, plan: StepPlan) -> list[tuple[int, int]]:
         """Return pairs (row, slot) of the snapshots to take once the step is computed."""
         if self._snapshots is None or not self._tails:

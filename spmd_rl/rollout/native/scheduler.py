@@ -212,9 +212,8 @@ class Scheduler:
 
     def _plan(self, rows: NDArray[np.int64], budget: StepBudget, *, admit: bool) -> StepPlan:
         """Spread `budget` over the missing tokens of `rows`, then over admissions."""
-        starts = self.table.num_computed[rows]
-        places = zip(rows.tolist(), starts.tolist(), self._num_missing(rows).tolist(), strict=True)
-        missing = np.array([self._prefixes.num_before_stop(*one) for one in places], np.int64)
+        starts, missing = self.table.num_computed[rows], self._num_missing(rows)
+        self._prefixes.cut_at_stops(rows, starts, missing)
         lengths = share_budget(starts, missing, budget)
         busy = lengths > 0
         plan = StepPlan(rows[busy], starts[busy], lengths[busy])
