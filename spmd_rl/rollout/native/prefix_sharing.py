@@ -155,15 +155,20 @@ class PrefixSharing:
             missing[place] = self.num_before_stop(row, int(starts[place]), int(missing[place]))
 
     def take_snapshots(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """Return pairs (row, slot) of the snapshots to take once the step is computed."""
+        """Return pairs (row, slot) of the snapshots to take once the step is computed.
+
+        Where a step ends more prompts than there are slots, the last of them keep theirs: a slot is
+        written once.
+        """
         if self._snapshots is None or not self._tails:
             return []
         ends = zip(plan.rows.tolist(), (plan.starts + plan.lengths).tolist(), strict=True)
-        return [
-            (row, self._snapshots.take(self._prefix_of(row, end)))
+        rows = {
+            self._snapshots.take(self._prefix_of(row, end)): row
             for row, end in ends
             if row in self._tails and end == self._tails[row][0]
-        ]
+        }
+        return [(row, slot) for slot, row in rows.items()]
 
     def _prefix_of(self, row: int, num_tokens: int) -> Prefix:
         """Return the first tokens of a row, as snapshots name them."""
