@@ -68,8 +68,9 @@ def chunked_delta(
 
 
 def _within_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Chunks:
-    sums = log_decay.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    # a cumulative sum; torch's own is refused on GPUs where algorithms must be deterministic
+    sums = log_decay @ lower.T.float()
     # how much is left, at each token of a chunk, of what an earlier one of it added
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     keys, since_start, last = k * beta[..., None], sums.exp()[..., None], sums[..., -1:]
