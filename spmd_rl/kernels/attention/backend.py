@@ -31,12 +31,18 @@ class AttentionBackend(Protocol):
     sequence.
     """
 
-    default_page_size: int  # tokens of a page of the cache where the config names none
-    reads_codes: bool  # whether `decode` takes pages of codes, one of which is a block of keys
     has_splits: bool  # whether it can attend to a sequence's keys in splits of a fixed size
     fits_prefill_graphs: bool  # whether `prefill` exists: all its inputs are on the device
     fuses_write: bool  # whether one kernel can rotate keys and write them into the cache
     has_deterministic_backward: bool  # whether gradients can be summed in a fixed order
+
+    @property
+    def default_page_size(self) -> int:
+        """Tokens of a page of the cache where the config names none."""
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether `decode` takes pages of codes, one of which is a block of keys."""
 
     def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
         """Whether `decode` exists for such pages and heads: all its inputs are on the device."""
@@ -111,7 +117,7 @@ def attention_backend(
     Raises: ConfigError if splits are asked for where they cannot run.
     """
     if flash_supports(head_dim, dtype, device):
-        return FlashAttention(device, split)
+        return FlashAttention(head_dim, device, split)
     if split:
         raise ConfigError(
             f"attention_split = {split} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, "

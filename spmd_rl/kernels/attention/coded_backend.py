@@ -18,6 +18,7 @@ from torch import Tensor
 from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
 from spmd_rl.kernels.attention.flash import pages_in_use, to_int32
 from spmd_rl.kernels.attention.flash_decode import is_rebuilt
+from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD
 from spmd_rl.kernels.low_precision.kv_codes import (
     KvCoding,
     KvExponents,
@@ -59,7 +60,8 @@ class CodedAttention:
         self.coding = KvCoding(exponents, torch.zeros(2, dtype=torch.int64, device=device))
 
     def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
-        return self.reads_codes and is_rebuilt(page_size, heads_per_kv)
+        at_most = LARGE_HEAD  # of the heads whose codes are read
+        return self.reads_codes and is_rebuilt(page_size, heads_per_kv, at_most)
 
     def facts(self) -> dict[str, str | int]:
         return self._backend.facts()

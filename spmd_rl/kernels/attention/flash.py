@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.flash_decode import decode_attention
-from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD, TRAINING_ROWS, key_block
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.capability import HOPPER
+from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.runtime.versions import installed
@@ -27,7 +28,7 @@ VarlenArguments = dict[
     str, Any
 ]  # arguments by which the package finds each sequence's queries and keys
 # Heads of 80 are left out: the forward pass agrees, but 4.0.0b19 gives wrong gradients on Hopper.
-FLASH_HEAD_DIMS = (32, 64, 96, 128)
+FLASH_HEAD_DIMS = (32, 64, 96, 128, 256)
 
 
 @cache
@@ -62,8 +63,10 @@ def flash_forward(
     # The public function does not write into a given tensor.
     from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
-    # Without a mask the package would take other key blocks for heads of 96.
-    tile = None if causal else (128, TILE[1])
+    # Without a mask the package would take other key blocks for heads of 96, and always for 256.
+    head_dim = q.shape[-1]
+    is_named = not causal or head_dim > LARGE_HEAD
+    tile = (TRAINING_ROWS, key_block(head_dim)) if is_named else None
     flash_interface()._flash_attn_fwd(
         q.detach(),
         k.detach(),
@@ -108,14 +111,47 @@ class PackedFlash:
         self.bounds = SequenceBounds(lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from spmd_rl.kernels.runtime.cute_cache import flash_interface
-
-        deterministic = torch.are_deterministic_algorithms_enabled()  # for the backward pass
-        bounds = self.bounds.arguments(len(q))
-        out: Tensor = flash_interface().flash_attn_varlen_func(
-            q, k, v, causal=True, num_splits=1, deterministic=deterministic, **bounds
-        )[0]
+        out: Tensor = call(_PackedAttention, q, k, v, self.bounds.arguments(len(q)))
         return out
+
+
+class _PackedAttention(torch.autograd.Function):
+    """The package's own function does not take a tile."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: VarlenArguments) -> Tensor:
+        out, log_sum = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+        flash_forward(q, k, v, out, log_sum, causal=True, **bounds)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.arguments = bounds
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *flash_gradients(ctx, grads[0]), None
+
+
+def flash_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, of causal attention over all keys.
+
+    `ctx` has saved these, the output and the log sums, and has the sequences as `arguments`.
+    """
+    from spmd_rl.kernels.runtime.cute_cache import flash_interface
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    q, k, v, out, log_sum = ctx.saved_tensors
+    found: tuple[Tensor, ...] = flash_interface()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        grad.contiguous(),
+        log_sum,
+        causal=True,
+        deterministic=deterministic,
+        **ctx.arguments,
+    )
+    return found
 
 
 class PagedFlash:

@@ -23,16 +23,24 @@ class FlashAttention:
     Pages lie one after the other: keys and values are [num_pages, page_size, K, D].
     """
 
-    default_page_size = 128  # the rows that a copy of keys or values brings whole
     has_splits = True
-    reads_codes = True
     fits_prefill_graphs = True
     fuses_write = True
     has_deterministic_backward = True
 
-    def __init__(self, device: torch.device, split: int = 0) -> None:
+    def __init__(self, head_dim: int, device: torch.device, split: int = 0) -> None:
+        self._head_dim = head_dim
         self._device = device
         self._split = split
+
+    @property
+    def default_page_size(self) -> int:
+        """The rows that a copy of keys or values brings whole."""
+        return flash_tile.key_block(self._head_dim)
+
+    @property
+    def reads_codes(self) -> bool:
+        return self._head_dim <= flash_tile.LARGE_HEAD
 
     def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
         return True
@@ -42,7 +50,7 @@ class FlashAttention:
         compared = "" if version == FLASH["flash-attn-4"] else ", version not compared"
         return {
             "attention": f"flash-attn-4 {version} causal, one split{compared}",
-            "kv_block": flash_tile.TILE[1],
+            "kv_block": self.default_page_size,
         }
 
     def packed(

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD, ROWS, key_block
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.versions import has_flash
 
@@ -34,9 +34,10 @@ def decode_attention(
     and after. Calls that may run at the same time need a counter each.
     """
     (heads, dim), kv_heads = q.shape[1:], keys.shape[2]
-    if is_rebuilt(keys.shape[1], heads // kv_heads):
+    if is_rebuilt(keys.shape[1], heads // kv_heads, dim):
         num_sms = _num_sms(q.device)
-        blocks = 2 if len(pages) * kv_heads > num_sms else 1
+        has_room = dim <= LARGE_HEAD and len(pages) * kv_heads > num_sms
+        blocks = 2 if has_room else 1
         kind = blocks, num_sms, dim, log_sum is not None, len(pages) > len(q)
         if exponents is None:
             from spmd_rl.kernels.attention.flash_decode_cute import compiled_decoding
@@ -63,15 +64,15 @@ def decode_attention(
         page_table=pages,
         causal=False,  # one query sees every key
         num_splits=1,
-        tile_mn=TILE,
+        tile_mn=(ROWS, key_block(dim)),
         out=out.unsqueeze(1),
         lse=None if log_sum is None else log_sum.unsqueeze(2),
     )
 
 
-def is_rebuilt(page_size: int, heads_per_kv: int) -> bool:
+def is_rebuilt(page_size: int, heads_per_kv: int, dim: int) -> bool:
     """Whether our own kernel is used: a page is a block of keys, and queries fit into one tile."""
-    return page_size == TILE[1] and heads_per_kv <= TILE[0] and has_flash()
+    return page_size == key_block(dim) and heads_per_kv <= ROWS and has_flash()
 
 
 @cache

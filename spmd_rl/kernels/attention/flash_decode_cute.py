@@ -27,7 +27,7 @@ from spmd_rl.kernels.attention.flash_decode_tiles import (
     TileMailbox,
     TileScheduler,
 )
-from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.attention.flash_tile import ROWS, key_block
 from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
 # by blocks on an SM: registers of each of 128 computing threads, and of 128 copying threads
@@ -50,7 +50,8 @@ def compiled_decoding(
 
 def shape_of_kernel(dim: int) -> dict[str, Any]:
     """Return what the package's kernel is made with, which decides on its sums."""
-    sizes = {"head_dim": dim, "head_dim_v": dim, "tile_m": TILE[0], "tile_n": TILE[1]}
+    sizes = {"head_dim": dim, "head_dim_v": dim, "tile_m": ROWS}
+    sizes["tile_n"] = key_block(dim)
     return {"dtype": cutlass.BFloat16, "num_threads": 256, "pack_gqa": False, **sizes}
 
 

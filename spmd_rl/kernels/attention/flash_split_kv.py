@@ -18,6 +18,7 @@ from spmd_rl.kernels.attention.flash import (
     SequenceBounds,
     VarlenArguments,
     flash_forward,
+    flash_gradients,
     pages_in_use,
     to_int32,
 )
@@ -102,15 +103,7 @@ class _PackedSplitAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from spmd_rl.kernels.runtime.cute_cache import flash_interface
-
-        q, k, v, out, log_sum = ctx.saved_tensors
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        inputs = q, k, v, out, grads[0].contiguous(), log_sum
-        found = flash_interface()._flash_attn_bwd(
-            *inputs, causal=True, deterministic=deterministic, **ctx.arguments
-        )
-        return *found, None
+        return *flash_gradients(ctx, grads[0]), None
 
 
 class PagedSplits:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-# rows of queries, the fewest that the tensor cores take, and keys of a block, as in training
-TILE = (64, 128)
+ROWS = 64  # of queries, the fewest that the tensor cores take
+TRAINING_ROWS = 128  # of queries, where a tile is named at all
+LARGE_HEAD = 128
 BOX_ROWS = 32  # keys or values of a page that one copy brings
+
+
+def key_block(head_dim: int) -> int:
+    """Return how many keys are a block; what is in shared memory bounds it for large heads."""
+    return 128 if head_dim <= LARGE_HEAD else 64

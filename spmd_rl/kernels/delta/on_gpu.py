@@ -1,4 +1,4 @@
-"""Gated delta rule on NVIDIA GPUs: kernels forward; backward, products of matrices (chunked.py)."""
+"""Gated delta rule on NVIDIA GPUs, differentiable."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from spmd_rl.kernels.delta.rule import (
-    NORM_EPS,
-    DeltaHeads,
-    DeltaWeights,
-    chunked_gated_delta,
-    plain_gated_norm,
-)
+from spmd_rl.kernels.delta.rule import DeltaHeads, DeltaWeights, gates
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.padding import dense
 
 
 def gated_delta_on_gpu(
@@ -33,46 +29,45 @@ def gated_delta_on_gpu(
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, b: Tensor, a: Tensor, *given: Any) -> Tensor:
+        from spmd_rl.kernels.delta.conv_triton import mix_heads
         from spmd_rl.kernels.delta.recurrence_triton import recurrence
 
         conv, dt_bias, a_log, heads, states = given
         ctx.save_for_backward(qkv, b, a, conv, dt_bias, a_log)
-        ctx.heads, ctx.lengths = heads, states.lengths
-        q, k, v = _convolved(qkv, conv, heads, states)
-        return recurrence(q, k, v, b, a, dt_bias, a_log, states.places, states.memory(1))
+        ctx.heads, ctx.states = heads, states
+        places = states.places
+        weights = DeltaWeights(conv, dt_bias, a_log)
+        mixed, gates = mix_heads(qkv, b, a, weights, places, heads, states.memory(0))
+        return recurrence(mixed, gates, places, heads, states.memory(1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Sequences have no past: those of an engine have no gradients."""
+        from spmd_rl.kernels.delta.conv_triton import conv_gradients, mix_heads
+        from spmd_rl.kernels.delta.gradient_triton import delta_gradients
+
+        qkv, b, a, *rest = ctx.saved_tensors
+        weights = DeltaWeights(*rest)
+        heads, states = ctx.heads, ctx.states
+        places, num_tokens = states.places, len(grads[0])
         with torch.enable_grad():
-            given = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            qkv, b, a, *weights = given
-            out = chunked_gated_delta(qkv, b, a, DeltaWeights(*weights), ctx.heads, ctx.lengths)
-            found = torch.autograd.grad(out, given, grads[0])
-        return *found, None, None
-
-
-def _convolved(
-    qkv: Tensor, conv: Tensor, heads: DeltaHeads, states: SequenceStates
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, and hand on the last rows before the convolution."""
-    from spmd_rl.kernels.delta.recurrence_triton import conv_heads
-
-    places, before = states.places, states.begin(0)
-    if before is not None:
-        states.end(0, _last_rows(qkv, before, places.first, places.lengths))
-    return conv_heads(qkv, conv, before, places, heads, NORM_EPS)
-
-
-def _last_rows(qkv: Tensor, before: Tensor, first: Tensor, lengths: Tensor) -> Tensor:
-    """Return the last rows of sequences, of those before the pass where it has too few.
-
-    Shape: before [B, W - 1, C], first and lengths [B]; returns like `before`.
-    """
-    count = before.shape[1]
-    place = lengths[:, None] + torch.arange(-count, 0, device=qkv.device)
-    new = qkv[(first[:, None] + place).clamp(min=0).long()]
-    old = before.gather(1, (place + count).clamp(max=count - 1)[..., None].long().expand_as(before))
-    return torch.where((place >= 0)[..., None], new, old)
+            leaves = [one.detach().requires_grad_() for one in (b, a, *rest[1:])]
+            log_decay, beta = gates(*leaves)
+        mixed, _ = mix_heads(qkv, b, a, weights, places, heads, states.memory(0))
+        found = delta_gradients(
+            mixed,
+            log_decay.detach()[:num_tokens],
+            beta.detach()[:num_tokens],
+            dense(grads[0]),
+            states.lengths,
+            heads,
+            "tf32x3" if qkv.dtype == torch.float32 else "tf32",
+        )
+        of_qkv, of_conv = conv_gradients(qkv, weights.conv, places, heads, found.heads)
+        padding = (0, 0, 0, len(b) - num_tokens)
+        of_gates = [pad(one, padding) for one in (found.log_decay, found.beta)]
+        of_b, of_a, *others = torch.autograd.grad([log_decay, beta], leaves, of_gates)
+        return of_qkv, of_b, of_a, of_conv, *others, None, None
 
 
 def gated_norm_on_gpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -83,7 +78,7 @@ def gated_norm_on_gpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Te
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from spmd_rl.kernels.delta.recurrence_triton import gated_norm
+        from spmd_rl.kernels.delta.norm_triton import gated_norm
 
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
@@ -91,9 +86,6 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            given = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            x, gate, weight = given
-            out = plain_gated_norm(x, gate, weight, ctx.eps)
-            found = torch.autograd.grad(out, given, grads[0])
-        return *found, None
+        from spmd_rl.kernels.delta.norm_triton import gated_norm_gradients
+
+        return *gated_norm_gradients(*ctx.saved_tensors, ctx.eps, grads[0]), None

@@ -125,8 +125,8 @@ def _steps(
     q, k, v = mixed.split([key_width, key_width, heads.values * heads.value_dim], dim=-1)
     q, k = (_unit(one.unflatten(-1, (heads.keys, heads.key_dim))) for one in (q, k))
     values = v.unflatten(-1, (heads.values, heads.value_dim))
-    log_decay = _log_decay(a, weights)
-    return DeltaSteps(q * heads.key_dim**-0.5, k, values, log_decay, _sigmoid(b.float()))
+    log_decay, beta = gates(b, a, weights.dt_bias, weights.a_log)
+    return DeltaSteps(q * heads.key_dim**-0.5, k, values, log_decay, beta)
 
 
 def chunked_gated_delta(
@@ -243,8 +243,10 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def _log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
-    return -weights.a_log.float().exp() * _softplus(a.float() + weights.dt_bias.float())
+def gates(b: Tensor, a: Tensor, dt_bias: Tensor, a_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logs of decays, and how much of a correction is taken. Shape: [T, V], fp32."""
+    log_decay = -a_log.float().exp() * _softplus(a.float() + dt_bias.float())
+    return log_decay, _sigmoid(b.float())
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -74,6 +74,16 @@ class StateMemory(NamedTuple):
     slots: Tensor | None
     fresh: Tensor | None
 
+    def for_kernels(self, unused: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return tensors of the same dtypes in every pass, with `unused` for missing states."""
+        slots, fresh = self.slots, self.fresh
+        if slots is None:
+            slots = torch.zeros_like(places.lengths, dtype=torch.int64)
+        if fresh is None or self.before is None:
+            fresh = torch.full_like(slots, self.before is None, dtype=torch.bool)
+        before, after = (unused if one is None else one for one in (self.before, self.after))
+        return before, after, slots, fresh
+
 
 class SequenceStates(Protocol):
     """The states of a layer in one pass. Shape: lengths [B], new tokens of each sequence, at least

@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_rl.kernels import PagedAttention, contract
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.kernels.attention.flash_decode import decode_attention
-from spmd_rl.kernels.attention.flash_tile import BOX_ROWS
+from spmd_rl.kernels.attention.flash_tile import BOX_ROWS, key_block
 from tests.gpu.kernels.gradients import gradient
 from tests.gpu.kernels.paged_case import Paged, each, padded, qkv, sequences
 from tests.unit.kernels.paged_case import Heads, oracle, packed
@@ -31,9 +31,9 @@ def _needs_flash() -> None:
 
 HEADS = [
     *(Heads(16, 8, 128), Heads(32, 8, 128), Heads(14, 2, 64), Heads(4, 4, 64)),
-    *(Heads(8, 2, 32), Heads(4, 2, 96)),
+    *(Heads(8, 2, 32), Heads(4, 2, 96), Heads(16, 4, 256), Heads(6, 1, 256)),
 ]
-SPLIT_HEADS = [HEADS[0], HEADS[2], HEADS[5]]
+SPLIT_HEADS = [HEADS[0], HEADS[2], HEADS[5], HEADS[6]]
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -66,9 +66,10 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, u
     """
     lengths = np.random.default_rng(2).integers(1, longest, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
-    paged = Paged(lengths, heads, 128, poison=True)
+    page_size = key_block(heads.dim)
+    paged = Paged(lengths, heads, page_size, poison=True)
     paged.step(dict(enumerate(lengths)), *data)
-    width = -(-longest // 128)
+    width = -(-longest // page_size)
     table = np.stack(
         [np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables]
     )
@@ -92,7 +93,7 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, u
     replay()
     assert unequal(out, expected) == 0
     for pages, length in zip(paged.tables, lengths, strict=True):
-        newest_page, used = divmod(length - 1, 128)
+        newest_page, used = divmod(length - 1, page_size)
         paged.cache.data[:, :, pages[newest_page], (used // BOX_ROWS + 1) * BOX_ROWS :] = torch.nan
     replay()
     assert unequal(out, expected) == 0
@@ -201,7 +202,8 @@ def test_against_float64(heads: Heads) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "page_size"), [(SPLIT_HEADS[0], 64), *((heads, 128) for heads in SPLIT_HEADS)]
+    ("heads", "page_size"),
+    [(SPLIT_HEADS[0], 64), *((heads, key_block(heads.dim)) for heads in SPLIT_HEADS)],
 )
 def test_split_chunks_equal_packed(heads: Heads, page_size: int, unequal) -> None:
     data = qkv(sum(SPLIT_LENGTHS), heads)
@@ -226,9 +228,10 @@ LONG = Heads(32, 8, 128)  # as benchmarks/kernels/attention_decode.py times them
 def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int, unequal) -> None:
     """Replay one graph around the borders of splits, beside poison, with spare splits."""
     data = qkv(sum(lengths), heads)
-    paged = Paged(lengths, heads, 128, poison=True, split=split)
+    page_size = key_block(heads.dim)
+    paged = Paged(lengths, heads, page_size, poison=True, split=split)
     paged.step(dict(enumerate(lengths)), *data)
-    width = (-(-max(lengths) // split) + 1) * (split // 128)  # a split more than any needs
+    width = (-(-max(lengths) // split) + 1) * (split // page_size)  # a split more than any needs
     table = np.stack(
         [np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables]
     )
@@ -306,5 +309,5 @@ def test_control_other_kernel_fails(monkeypatch: pytest.MonkeyPatch, unequal) ->
 
 def test_contract_names_the_kernel() -> None:
     assert "flash-attn-4" in str(contract(DEVICE, torch.bfloat16, 128)["attention"])
-    assert contract(DEVICE, torch.bfloat16, 256)["attention"] == "keys in ascending blocks"
+    assert contract(DEVICE, torch.bfloat16, 80)["attention"] == "keys in ascending blocks"
     assert contract(DEVICE, torch.float32)["attention"] == "keys in ascending blocks"

@@ -37,7 +37,7 @@ def test_keys_are_rotated_and_written_before_they_are_read(
 ) -> None:
     """Both paths write the same keys; only the fused one writes them in the op that rotates."""
     if fuses:
-        monkeypatch.setattr(paged, "attention_backend", lambda *case: FlashAttention(CPU))
+        monkeypatch.setattr(paged, "attention_backend", lambda *case: FlashAttention(128, CPU))
     cache = KvCache(
         kv_layers(1, KV_HEADS, DIM), num_pages=2, page_size=4,
         dtype=torch.float32, device=CPU,

@@ -153,10 +153,10 @@ def test_attention_of_the_cpu(
 
 
 def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
-    assert gpu_facts()["kv_block"] == flash_tile.TILE[1]
-    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_tile, "TILE", (64, 64))) == {
-        "kv_block"
-    }
+    assert gpu_facts()["kv_block"] == 128
+    assert changed(
+        gpu_facts, lambda: monkeypatch.setattr(flash_tile, "key_block", lambda dim: 64)
+    ) == {"kv_block"}
 
 
 def test_attention_of_the_gpu_without_flash(

@@ -124,7 +124,7 @@ def test_pages_of_flash_attention_are_decoded_for_it(monkeypatch: pytest.MonkeyP
         return lambda q, keys, values: (keys, values)
 
     monkeypatch.setattr(FlashAttention, "chunks", chunks)
-    backend = CodedAttention(FlashAttention(CPU), EXPONENTS, CPU)
+    backend = CodedAttention(FlashAttention(128, CPU), EXPONENTS, CPU)
     heads, dim, size = 2, 16, 4
     cache = torch.zeros(2, *backend.cache_shape(9, size, heads, dim), dtype=torch.uint8)
     k, v = torch.randn(2, 7, heads, dim, generator=torch.Generator().manual_seed(0))
@@ -145,7 +145,7 @@ def test_one_new_token_each_is_decoded_over_codes(monkeypatch: pytest.MonkeyPatc
     table, starts = np.array([[5, 2, -1], [3, 99, 99]]), np.array([200, 7])
     counter = torch.zeros(1, dtype=torch.int32)
     for split, kind in ((0, DecodeFlash), (256, DecodeSplits)):
-        backend = with_codes(FlashAttention(CPU, split), EXPONENTS, CPU)
+        backend = with_codes(FlashAttention(128, CPU, split), EXPONENTS, CPU)
         kernel = backend.chunks(table, starts, np.array([1, 1]), 128, 4, counter)
         assert isinstance(kernel, kind) and kernel.exponents == EXPONENTS
         wanted = [[5, 2, 5], [3, 3, 3]] if split == 0 else [[5, 2], [5, 0], [3, 3], [3, 0]]
@@ -159,7 +159,7 @@ def test_codes_have_graphs_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyP
     coded = with_codes(plain, (0, 0), CPU)
     assert coded.facts() == plain.facts()
     assert not coded.fuses_write
-    of_flash = with_codes(FlashAttention(CPU), (0, 0), CPU)
+    of_flash = with_codes(FlashAttention(128, CPU), (0, 0), CPU)
     assert of_flash.fuses_write and not of_flash.fits_prefill_graphs
     for has_flash in (False, True):
         monkeypatch.setattr(flash_decode, "has_flash", lambda found=has_flash: found)
