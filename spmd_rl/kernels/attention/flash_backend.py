@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention import flash, flash_tile
 from spmd_rl.kernels.attention.flash import DecodeFlash, PackedFlash, PagedFlash, flash_of_chunks
 from spmd_rl.kernels.attention.flash_partial import flash_partial
@@ -63,6 +64,12 @@ class FlashAttention:
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
+        """Raises: ConfigError for a page size that the package does not take with such heads."""
+        if head_dim > flash_tile.LARGE_HEAD and page_size != self.default_page_size:
+            raise ConfigError(
+                f"engine.page_size = {page_size}: with heads of {head_dim}, pages have "
+                f"{self.default_page_size} tokens on a GPU; leave the setting out"
+            )
         return num_pages, page_size, num_kv_heads, head_dim
 
     def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
