@@ -91,10 +91,11 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]
     from spmd_rl.kernels.vocab.logprob_triton import SUM_WARPS
 
     capability = torch.cuda.get_device_capability(device)
-    compared = capability[0] == HOPPER
-    chain = "one ascending chain" if compared else "one ascending chain, tiles not compared"
+    compared = "" if capability[0] == HOPPER else ", tiles not compared"
     return {
-        "linear": chain if keeps_chain(dtype, device) else "library, no promise",
+        "linear": f"one ascending chain{compared}"
+        if keeps_chain(dtype, device)
+        else "library, no promise",
         "norm_elements": TILE_ELEMENTS,
         "norm_warps": NUM_WARPS,
         "vocab_warps": SUM_WARPS,

@@ -248,8 +248,8 @@ def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
         return {}
     check_together(needs, placements)
     of_bits = {
-        INFER: needs.engine is not None and needs.engine.promises_bits,
-        TRAIN: needs.trainer is not None and needs.trainer.backend.sums_in_parts,
+        INFER: needs.engine and needs.engine.promises_bits,
+        TRAIN: needs.trainer and needs.trainer.backend.sums_in_parts,
     }
     sizes = [one.axes["tp"] for name, one in placements.items() if of_bits.get(name)]
     size = needs.run.row_shards or most_row_shards(*sizes)

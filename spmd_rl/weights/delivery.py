@@ -65,8 +65,10 @@ class Delivery:
         number = self.flush()
         is_whole = [one.shape for one in targets] == [move.box.extent for move in bucket.moves]
         if is_whole and number is not None:
-            copies = BucketCopies(bucket, dict(enumerate(targets)), to_buffer=False)
-            bucket.unpacking = number, copies
+            bucket.unpacking = (
+                number,
+                BucketCopies(bucket, dict(enumerate(targets)), to_buffer=False),
+            )
 
     def put_from(self, source: WeightSource, move: Move) -> None:
         """Have the box of a move within this process copied to where the sink wants it."""

@@ -38,15 +38,15 @@ def mix_heads(
     These are queries, keys and values: convolved, through SiLU, and the first two normed. And the
     gates: how much is left of a state, and how much of a correction is taken.
     Shape: qkv [T', C], b and a [T', V], states in memory [N, W - 1, C]; returns [T, C] and
-    [2, T, V], fp32.
+    [T, V, 2], fp32.
     """
     qkv, weight = dense(qkv), dense(weights.conv)
     out = qkv.new_empty(len(places.sequence), qkv.shape[1], dtype=torch.float32)
-    gates = out.new_empty(2, len(out), heads.values)
+    gates = out.new_empty(len(out), heads.values, 2)
     before, after, slots, fresh = memory.for_kernels(qkv, places)
     _conv[_grid(out, heads)](
         qkv, dense(b), dense(a), weight, dense(weights.dt_bias), dense(weights.a_log), before,
-        slots, fresh, places.sequence, places.within, out, *gates, len(out), heads.key_dim**-0.5,
+        slots, fresh, places.sequence, places.within, out, gates, len(out), heads.key_dim**-0.5,
         NORM_EPS, heads.served, *_sizes(qkv, weight, heads), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if memory.after is not None:
@@ -107,7 +107,7 @@ def _columns_of(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _conv(
-    x, b, a, weight, dt_bias, a_log, before, slots, fresh, sequence, within, out, decays, rates,
+    x, b, a, weight, dt_bias, a_log, before, slots, fresh, sequence, within, out, gates,
     num_tokens, scale, eps, SERVED: tl.constexpr, CHANNELS: tl.constexpr, KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,37 +120,53 @@ def _conv(
     owner = tl.load(sequence + row, mask=is_row, other=0)
     has_past = tl.load(fresh + owner, mask=is_row, other=1) == 0
     slot = tl.load(slots + owner, mask=is_row, other=0).to(tl.int64)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        is_new = is_row & (place >= back)
-        from_new = tl.load(
-            x + (row - back)[:, None] * CHANNELS + channel[None, :],
-            mask=is_new[:, None] & is_column[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        kept = slot * (TAPS - 1) + TAPS - 1 + place - back
-        is_old = has_past & (place < back)
-        from_before = tl.load(
-            before + kept[:, None] * CHANNELS + channel[None, :],
-            mask=is_old[:, None] & is_column[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        from_new = tl.where((place >= back)[:, None], from_new, from_before)
-        factor = tl.load(weight + channel * TAPS + tap, mask=is_column, other=0.0).to(tl.float32)
-        total += from_new * factor[None, :]
+    total = _sums(
+        x, weight, before, row, place, slot, is_row, has_past, channel, is_column, CHANNELS, TAPS,
+        ROWS, BLOCK,
+    )  # fmt: skip
     mixed = total / (1.0 + tl.exp(-total))
     norm = tl.rsqrt(tl.sum(mixed * mixed, axis=1) + eps) * tl.where(head < KEY_HEADS, scale, 1.0)
     mixed = mixed * tl.where(is_key, norm, 1.0)[:, None]
     to = out + row[:, None] * CHANNELS + channel[None, :]
     tl.store(to, mixed, mask=is_row[:, None] & is_column[None, :])
-    head -= 2 * KEY_HEADS
-    gate, is_gate = row * KEY_HEADS * SERVED + head, is_row & (head >= 0)
+    _write_gates(b, a, dt_bias, a_log, gates, row, is_row, head - 2 * KEY_HEADS, KEY_HEADS * SERVED)
+
+
+@triton.jit
+def _sums(
+    x, weight, before, row, place, slot, is_row, has_past, channel, is_column,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Convolve rows, of which some may be among those before the pass."""
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        is_new, is_old = is_row & (place >= back), has_past & (place < back)
+        new = tl.load(
+            x + (row - back)[:, None] * CHANNELS + channel[None, :],
+            mask=is_new[:, None] & is_column[None, :], other=0.0,
+        )  # fmt: skip
+        kept = slot * (TAPS - 1) + TAPS - 1 + place - back
+        old = tl.load(
+            before + kept[:, None] * CHANNELS + channel[None, :],
+            mask=is_old[:, None] & is_column[None, :], other=0.0,
+        )  # fmt: skip
+        factor = tl.load(weight + channel * TAPS + tap, mask=is_column, other=0.0).to(tl.float32)
+        total += tl.where((place >= back)[:, None], new, old).to(tl.float32) * factor[None, :]
+    return total
+
+
+@triton.jit
+def _write_gates(b, a, dt_bias, a_log, gates, row, is_row, head, VALUE_HEADS: tl.constexpr) -> None:
+    """Write the gates of a value head; other heads, below 0, have none."""
+    at, is_gate = row * VALUE_HEADS + head, is_row & (head >= 0)
     bias = tl.load(dt_bias + head, mask=head >= 0, other=0.0).to(tl.float32)
     speed = tl.exp(tl.load(a_log + head, mask=head >= 0, other=0.0).to(tl.float32))
-    step = tl.load(a + gate, mask=is_gate, other=0.0).to(tl.float32) + bias
+    step = tl.load(a + at, mask=is_gate, other=0.0).to(tl.float32) + bias
     step = tl.where(step > 20.0, step, libdevice.log1p(tl.exp(step)))  # softplus
-    tl.store(decays + gate, tl.exp(-speed * step), mask=is_gate)
-    rate = tl.load(b + gate, mask=is_gate, other=0.0).to(tl.float32)
-    tl.store(rates + gate, 1.0 / (1.0 + tl.exp(-rate)), mask=is_gate)
+    tl.store(gates + 2 * at, tl.exp(-speed * step), mask=is_gate)
+    rate = tl.load(b + at, mask=is_gate, other=0.0).to(tl.float32)
+    tl.store(gates + 2 * at + 1, 1.0 / (1.0 + tl.exp(-rate)), mask=is_gate)
 
 
 @triton.jit
@@ -190,13 +206,10 @@ def _conv_backward(
     is_row = row < num_tokens
     inside = is_row[:, None] & is_column[None, :]
     place = tl.load(within + row, mask=is_row, other=0)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        at = x + (row - back)[:, None] * CHANNELS + channel[None, :]
-        before = tl.load(at, mask=inside & (place >= back)[:, None], other=0.0).to(tl.float32)
-        factor = tl.load(weight + channel * TAPS + tap, mask=is_column, other=0.0).to(tl.float32)
-        total += before * factor[None, :]
+    total = _sums(
+        x, weight, x, row, place, row, is_row, is_row & (place < 0), channel, is_column, CHANNELS,
+        TAPS, ROWS, BLOCK,
+    )  # fmt: skip
     width = 2 * KEY_DIM + VALUE_DIM
     served = tl.where(is_key, SERVED, 1)
     first_head = tl.where(is_key, head % KEY_HEADS * SERVED, head - 2 * KEY_HEADS)

@@ -44,7 +44,7 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sequences have no past: those of an engine have no gradients."""
         from spmd_rl.kernels.delta.conv_triton import conv_gradients, mix_heads
-        from spmd_rl.kernels.delta.gradient_triton import delta_gradients
+        from spmd_rl.kernels.delta.gradients import delta_gradients
 
         qkv, b, a, *rest = ctx.saved_tensors
         weights = DeltaWeights(*rest)
@@ -88,4 +88,5 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from spmd_rl.kernels.delta.norm_triton import gated_norm_gradients
 
-        return *gated_norm_gradients(*ctx.saved_tensors, ctx.eps, grads[0]), None
+        x, gate, weight = ctx.saved_tensors
+        return *gated_norm_gradients(x, gate, weight, ctx.eps, grads[0]), None

@@ -21,8 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.delta.chunked import chunked_delta
-
 DELTA_RULE = "recurrence-v1"
 NORM_EPS = 1e-6  # of queries and keys
 # the largest exponents: of a sigmoid, so that its gradient is finite, and of a softplus
@@ -55,6 +53,11 @@ class DeltaHeads(NamedTuple):
         """How many value heads a key head serves."""
         return self.values // self.keys
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """How many channels all queries, keys and values have."""
+        return *(self.keys * self.key_dim,) * 2, self.values * self.value_dim
+
 
 class DeltaStates(NamedTuple):
     """What sequences hand on: the rows before the convolution, and the state of each value head.
@@ -84,7 +87,7 @@ def gated_delta(
     size = len(lengths), heads.values, heads.value_dim, heads.key_dim
     conv, state = begin or (None, torch.zeros(size, device=qkv.device))
     rows = ConvRows(qkv, lengths, conv, weights.num_before)
-    steps = _steps(causal_conv(rows, weights.conv), b, a, weights, heads)
+    steps = delta_steps(causal_conv(rows, weights.conv), b, a, weights, heads)
     out, states = recurrence(steps, lengths, state)
     return out, DeltaStates(rows.last(), states)
 
@@ -117,30 +120,15 @@ class ConvRows:
         return self.all[ends[:, None] + torch.arange(-self.count, 0, device=self.all.device)]
 
 
-def _steps(
+def delta_steps(
     mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, heads: DeltaHeads
 ) -> DeltaSteps:
     """Return what the recurrence reads of each token, of the rows after the convolution."""
-    key_width = heads.keys * heads.key_dim
-    q, k, v = mixed.split([key_width, key_width, heads.values * heads.value_dim], dim=-1)
+    q, k, v = mixed.split(heads.widths, dim=-1)
     q, k = (_unit(one.unflatten(-1, (heads.keys, heads.key_dim))) for one in (q, k))
     values = v.unflatten(-1, (heads.values, heads.value_dim))
     log_decay, beta = gates(b, a, weights.dt_bias, weights.a_log)
     return DeltaSteps(q * heads.key_dim**-0.5, k, values, log_decay, beta)
-
-
-def chunked_gated_delta(
-    qkv: Tensor,
-    b: Tensor,
-    a: Tensor,
-    weights: DeltaWeights,
-    heads: DeltaHeads,
-    lengths: NDArray[np.int64],
-) -> Tensor:
-    """Mix whole sequences as `gated_delta` does, with other bits, and gradients for less."""
-    rows = ConvRows(qkv, lengths, None, weights.num_before)
-    steps = _steps(causal_conv(rows, weights.conv), b, a, weights, heads)
-    return chunked_delta(*steps, lengths)
 
 
 def causal_conv(rows: ConvRows, weight: Tensor) -> Tensor:

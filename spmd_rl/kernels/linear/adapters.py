@@ -28,6 +28,7 @@ def add_adapters(
         add_low_rank(product, low, dense(up), scale, widths)
         return product, low
     lows = [linear(x, one) for one in down.split(up.shape[1])]
-    ups = up.split(list(widths))
-    added = [linear(low * scale, one) for low, one in zip(lows, ups, strict=True)]
+    added = [
+        linear(low * scale, one) for low, one in zip(lows, up.split(list(widths)), strict=True)
+    ]
     return product + torch.cat(added, 1), torch.cat(lows, 1)

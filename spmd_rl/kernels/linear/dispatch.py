@@ -112,7 +112,7 @@ def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     width = row_stride(weight)
     takes_columns = has_dense_rows(weight) and row_stride(x) == width
     width = width if takes_columns and width != weight.shape[1] else 0
-    if (gemm := _cublas_gemm(x, weight, bias, out.dtype, width)) is not None:
+    if gemm := _cublas_gemm(x, weight, bias, out.dtype, width):
         given = (x, weight) if width else (dense(x), dense(weight))
         try:
             gemm(out, *given, None if bias is None else dense(bias))

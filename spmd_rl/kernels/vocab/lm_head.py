@@ -60,8 +60,8 @@ def head_logprobs(
     [M] fp32, candidates [M, K] int64.
     """
     rows = rows or HeadRows(0, len(weight))
-    keeps = torch.is_grad_enabled()
-    head = _HeadInputs(logits, targets, inv_temperature, num_rows, kept, keeps, rows)
+    given = logits, targets, inv_temperature, num_rows, kept
+    head = _HeadInputs(*given, torch.is_grad_enabled(), rows)
     if not entropy_grad and candidates is None:
         logprobs, entropy = _HeadLogprobs.apply(hidden, weight, head)
         return Scores(logprobs, entropy, None)

@@ -68,9 +68,12 @@ class DeltaMixer(nn.Module):
         keys, _, key_dim, value_dim = self.heads
         served = self.heads.served
         widths = [key_dim, key_dim, served * value_dim, served * value_dim]
-        by_key_head = (one.unflatten(-1, (keys, -1)) for one in (qkvz, ba))
-        parts = zip(by_key_head, (widths, served), strict=True)
-        q, k, v, z, b, a = (one.flatten(1) for rows, sizes in parts for one in rows.split(sizes, 2))
+        parts = (
+            part
+            for rows, sizes in ((qkvz, widths), (ba, served))
+            for part in rows.unflatten(-1, (keys, -1)).split(sizes, 2)
+        )
+        q, k, v, z, b, a = (part.flatten(1) for part in parts)
         return [torch.cat([q, k, v], dim=-1), z, b, a]
 
 

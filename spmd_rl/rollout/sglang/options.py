@@ -111,18 +111,19 @@ def ask_site(python: str) -> SglangSite:
     interpreter = Interpreter.of(python)
     where = f"engine.python = {python!r}"
     try:
-        done = subprocess.run(
-            [interpreter.command, str(FACTS_PROGRAM)],
-            env=os.environ | {"PYTHONPATH": interpreter.search_path, "PYTHONSAFEPATH": "1"},
-            capture_output=True,
-            text=True,
-            timeout=ASK_DEADLINE_S,
-            check=True,
+        facts = json.loads(
+            subprocess.run(
+                [interpreter.command, str(FACTS_PROGRAM)],
+                env=os.environ | {"PYTHONPATH": interpreter.search_path, "PYTHONSAFEPATH": "1"},
+                capture_output=True,
+                text=True,
+                timeout=ASK_DEADLINE_S,
+                check=True,
+            ).stdout
         )
-        facts = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        raise ConfigError(f"{where} does not run Python programs: {reason[-1:]}") from error
+        reason = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1:]
+        raise ConfigError(f"{where} does not run Python programs: {reason}") from error
     _check_version(facts["version"], where)
     return SglangSite(facts["version"], tuple(facts["options"]), facts["memory_saver"])
 

@@ -81,7 +81,7 @@ def _joined(
     whole = torch.empty(held.spec.shape, device=device)
     for index in range(held.along.size):
         box = held.part_of(index)
-        if box.num_elements == 0:
+        if not box.num_elements:
             continue
         if part is not None and index == held.along.index:
             values = part.detach().contiguous()

@@ -13,11 +13,11 @@ from spmd_rl.kernels.delta.dispatch import gated_delta_pass, gated_rms_norm
 from spmd_rl.kernels.delta.rule import (
     DeltaHeads,
     DeltaWeights,
-    chunked_gated_delta,
     gated_delta,
     plain_gated_norm,
 )
 from spmd_rl.kernels.delta.states import PackedStates, Places, SlotStates, StateSlots
+from tests.unit.kernels.delta.chunked import chunked_gated_delta
 from tests.unit.kernels.delta.delta_case import Rows, rows_of, weights_of
 
 DEVICE = torch.device("cuda")
@@ -60,7 +60,12 @@ def test_it_is_the_rule_of_a_cpu(heads: DeltaHeads, dtype: torch.dtype) -> None:
     assert (out - expected).norm() <= 2e-5 * expected.norm()
 
 
-def test_gradients_are_those_of_the_rule(heads: DeltaHeads) -> None:
+@pytest.mark.parametrize("scratch", [1, 1 << 30])
+def test_gradients_are_those_of_the_rule(
+    heads: DeltaHeads, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many heads are taken at once."""
+    monkeypatch.setattr("spmd_rl.kernels.delta.gradients.SCRATCH", scratch)
     lengths = [1, 70, 30]
     given = [*rows_of(heads, 101, torch.float32), *weights_of(heads)]
     grad = torch.randn(101, heads.values, heads.value_dim)
@@ -118,6 +123,38 @@ def test_control_the_form_in_chunks_has_other_bits(heads: DeltaHeads) -> None:
     chunked = chunked_gated_delta(qkv, b, a, weights, heads, np.array([200]))
     assert (out - chunked).norm() <= 1e-4 * out.norm()
     assert not torch.equal(out, chunked)
+
+
+def test_gradients_of_bfloat16_are_close(heads: DeltaHeads) -> None:
+    """Their products are rounded to the tensor cores' format, as of other libraries."""
+    lengths = [1, 70, 230]
+    given = [*rows_of(heads, 301, torch.bfloat16), *weights_of(heads, torch.bfloat16)]
+    grad = torch.randn(301, heads.values, heads.value_dim)
+    ours = [one.to(DEVICE).requires_grad_() for one in given]
+    theirs = [one.float().requires_grad_() for one in given]
+    qkv, b, a, *weights = ours
+    packed((qkv, b, a), DeltaWeights(*weights), heads, lengths).backward(grad.to(DEVICE))
+    qkv, b, a, *weights = theirs
+    out, _ = gated_delta(qkv, b, a, DeltaWeights(*weights), heads, np.array(lengths))
+    out.backward(grad)
+    for one, two in zip(ours, theirs, strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad.cpu().float() - two.grad).norm() <= 1e-2 * two.grad.norm()
+
+
+@pytest.mark.parametrize("size", [128, 24])
+def test_gradients_of_the_norm(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, gate, push = (torch.randn(300, 6, size, generator=generator) for _ in range(3))
+    weight = torch.rand(size, generator=generator)
+    ours, theirs = (
+        [one.to(at).requires_grad_() for one in (x, gate, weight)] for at in (DEVICE, "cpu")
+    )
+    gated_rms_norm(*ours, 1e-6).backward(push.to(DEVICE))
+    plain_gated_norm(*theirs, 1e-6).backward(push)
+    for one, two in zip(ours, theirs, strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad.cpu() - two.grad).norm() <= 1e-5 * two.grad.norm()
 
 
 @pytest.mark.parametrize("size", [128, 24])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.kernels.delta.rule import DeltaWeights, chunked_gated_delta
+from spmd_rl.kernels.delta.rule import DeltaWeights
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.page.verdict import verdict
@@ -26,6 +26,7 @@ from spmd_rl.model.layers.delta_module import DeltaMixer
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from tests.unit.kernels.delta.chunked import chunked_gated_delta
 from tests.unit.model.hybrids import CONFIGS
 
 CONFIG = NativeEngineConfig(page_size=4, max_batch=8, max_step_tokens=40, num_pages=200)

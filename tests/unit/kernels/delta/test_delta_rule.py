@@ -16,11 +16,11 @@ from spmd_rl.kernels.delta.rule import (
     DeltaSteps,
     DeltaWeights,
     causal_conv,
-    chunked_gated_delta,
     gated_delta,
     plain_gated_norm,
     recurrence,
 )
+from tests.unit.kernels.delta.chunked import chunked_gated_delta
 from tests.unit.kernels.delta.delta_case import Rows, rows_of, weights_of
 
 # the second has sizes that fill no vector of the processor

@@ -1,6 +1,6 @@
-"""Gated delta rule in chunks, as products of matrices: gradients on GPUs.
+"""Gated delta rule in chunks, as products of matrices, as peers compute it.
 
-In real numbers it is the recurrence. Its bits differ, so no forward pass of a model uses it.
+In real numbers it is the recurrence, with other bits.
 Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), section 3, and
 Gated Delta Networks (2024), section 3.3.
 
@@ -18,6 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.delta.rule import (
+    ConvRows,
+    DeltaHeads,
+    DeltaWeights,
+    causal_conv,
+    delta_steps,
+)
 from spmd_rl.kernels.runtime.ragged import offsets_within
 
 CHUNK = 64
@@ -36,6 +43,20 @@ class Chunks(NamedTuple):
     queries: Tensor
     handed_on: Tensor
     left: Tensor
+
+
+def chunked_gated_delta(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+    lengths: NDArray[np.int64],
+) -> Tensor:
+    """Mix whole sequences as `gated_delta` does, with other bits, and gradients for less."""
+    rows = ConvRows(qkv, lengths, None, weights.num_before)
+    steps = delta_steps(causal_conv(rows, weights.conv), b, a, weights, heads)
+    return chunked_delta(*steps, lengths)
 
 
 def chunked_delta(
