@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd_rl.config.combinations import OFF, ON, Combination, refuse
 from spmd_rl.config.rules import require
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.layers.delta import ALL_PROJECTIONS as DELTA_PROJECTIONS
 from spmd_rl.model.layers.gqa import PROJECTIONS as ATTENTION_PROJECTIONS
 from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.layers.mlp import PROJECTIONS as MLP_PROJECTIONS
 from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
-TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
+TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS, *DELTA_PROJECTIONS)
 REFUSED = (
     Combination(
         {"folder": ON, "rank": OFF},
@@ -42,7 +44,8 @@ class LoraConfig:
 
     rank: int = 0  # inner width of each adapter; 0: no adapters
     alpha: float = 32.0  # what an adapter computes is scaled by alpha / rank
-    # names of the projections that have an adapter, or "all-linear" for all seven
+    # names of the projections that have an adapter, or "all-linear" for all that
+    # the model has
     targets: tuple[str, ...] = (ALL_LINEAR,)
     # PEFT folder that holds the first adapters, of the same rank, alpha and targets; "": A is
     # random and B zero
@@ -62,10 +65,23 @@ class LoraConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of the projections that have an adapter, in the network's order."""
+        """The names of the projections that have an adapter in models that have them."""
         if not self.rank:
             return ()
         return tuple(name for name in TARGETS if {name, ALL_LINEAR}.intersection(self.targets))
+
+    def of_model(self, spec: ModelSpec) -> LoraConfig:
+        """Return the same adapters, with the names of the projections that this model has.
+
+        Raises: ConfigError if it has none of them.
+        """
+        layers = {base.name.removesuffix(".weight") for base in spec.parameters()}
+        last = {name.rpartition(".")[2] for name in layers}
+        targets = tuple(name for name in self.projections if name in last)
+        if self.rank and not targets:
+            names = ", ".join(self.targets)
+            raise ConfigError(f"trainer.lora.targets: the model has no projection named {names}")
+        return replace(self, targets=targets) if self.rank else self
 
     @property
     def scale(self) -> float:

@@ -113,7 +113,8 @@ class CausalLM(nn.Module):
         """Return the numeric contract of the forward pass on `device`."""
         facts = model_contract(self.spec, self.rope_tables(device), device, dtype, attention_split)
         cache = {} if self.exponents is None else {"cache": cache_rule(self.exponents)}
-        return facts | cache | ({"lora": self.lora.arithmetic} if self.lora.rank else {})
+        lora = self.lora.of_model(self.spec)
+        return facts | cache | ({"lora": lora.arithmetic} if lora.rank else {})
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None

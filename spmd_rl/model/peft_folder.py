@@ -42,7 +42,8 @@ def save_adapters(
     The folder is written beside its final name, then renamed over an earlier one.
     Raises: ConfigError for adapters that PEFT would not read back.
     """
-    if dropped := dropped_by_peft(lora, read_spec(base)):
+    spec = read_spec(base)
+    if dropped := dropped_by_peft(lora, spec):
         raise ConfigError(
             f"PEFT would drop {len(dropped)} of these adapters, such as that of {dropped[0]}, "
             "because it reads the projections of a mixture as its experts alone: write merged "
@@ -51,7 +52,7 @@ def save_adapters(
     target = Path(folder)
     part = atomic_write.begin_folder(target)
     copy_files(base, part, TOKENIZER_FILES)
-    (part / ADAPTER).write_text(json.dumps(_config(base, lora), indent=2) + "\n")
+    (part / ADAPTER).write_text(json.dumps(_config(base, lora.of_model(spec)), indent=2) + "\n")
     named = {
         PREFIX + name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
         for name, tensor in tensors

@@ -46,7 +46,7 @@ def stored_adapters(lora: LoraConfig, spec: ModelSpec) -> dict[str, StoredTensor
     if not weights.is_file():
         raise ConfigError(f"{lora.folder} holds no {ADAPTER_WEIGHTS}")
     found = {key.removeprefix(PREFIX): one for key, one in tensors_in([weights]).items()}
-    _require_settings(config, lora, found)
+    _require_settings(config, lora, found, spec)
     _require_shapes(lora, found, spec)
     return found
 
@@ -65,11 +65,13 @@ def _refuse_unread(config: Fields) -> None:
             raise config.wrong(key, "nothing, as it is not computed here")
 
 
-def _require_settings(config: Fields, lora: LoraConfig, found: Collection[str]) -> None:
+def _require_settings(
+    config: Fields, lora: LoraConfig, found: Collection[str], spec: ModelSpec
+) -> None:
     """Raise a ConfigError unless the folder's rank, alpha and targets are those that are set."""
     rank, alpha = config.count("r"), config.number("lora_alpha", 8.0)  # PEFT's default
     targets = [name for name in TARGETS if any(f".{name}.{A}." in key for key in found)]
-    if (rank, alpha, targets) != (lora.rank, lora.alpha, list(lora.projections)):
+    if (rank, alpha, targets) != (lora.rank, lora.alpha, list(lora.of_model(spec).projections)):
         names = ", ".join(f'"{name}"' for name in targets)
         raise ConfigError(
             f"the adapters in {lora.folder} are others than trainer.lora says: set "

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 # the projections of a token, and the two that hold all of them per key head in Qwen3-Next
 GATES = ("in_proj_b", "in_proj_a", "in_proj_ba")  # what states are corrected and decay by
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-# arrays in fp32, each of all value heads, that exist at once where gradients are computed in
-# chunks; counted on an H200 at the sizes of Qwen3.5-9B
-IN_CHUNKS = 40
 FUSED_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
+ALL_PROJECTIONS = (*PROJECTIONS, *FUSED_PROJECTIONS, "out_proj")
+# arrays in fp32, each of all value heads, that exist at once where gradients are computed; counted
+# on an H200 at the sizes of Qwen3.5-9B
+IN_BACKWARD = 9
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class GatedDelta:
             # a token's key is multiplied with the state and added to it, and its query reads it
             multiplied=self.hidden_size * (projected + self.value_width) + 3 * state,
             kept_products=projected + 3 * self.value_width,
-            gradients=projected + 2 * IN_CHUNKS * widest,
+            gradients=projected + 2 * IN_BACKWARD * widest,
             workspace=projected + mixed + self.value_width,
         )
 

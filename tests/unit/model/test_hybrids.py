@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.hf import save_folder
+from spmd_rl.model.hf import load_weights, save_folder
 from spmd_rl.model.layers.delta import GatedDelta
 from spmd_rl.model.layers.gqa import Gqa
+from spmd_rl.model.lora import TARGETS, LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.peft_folder import read_adapters, save_adapters
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.weight_files import own_name
 from tests.unit.model.hybrids import CONFIGS, ours, reference
@@ -132,3 +135,40 @@ def test_other_networks_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     with pytest.raises(ConfigError, match=sentence):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_adapters_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    """Those that we write compute in PEFT what they compute here, on all projections."""
+    peft = pytest.importorskip("peft")
+    # PEFT reads the MLPs of a mixture otherwise
+    mlps = {"gate_proj", "up_proj", "down_proj"} if "experts" in str(CONFIGS[name]) else set()
+    lora = LoraConfig(rank=3, alpha=6.0, targets=tuple(one for one in TARGETS if one not in mlps))
+    base = reference(name, tmp_path / "base")
+    model = CausalLM(read_spec(tmp_path / "base"), lora)
+    load_weights(model, tmp_path / "base")
+    torch.manual_seed(1)
+    adapters = {key: one for key, one in model.named_parameters() if is_adapter(key)}
+    for one in adapters.values():
+        one.data.normal_(std=0.1)
+    assert any("in_proj" in key for key in adapters), "layers with a state have some"
+    assert any("linear_attn.out_proj" in key for key in adapters)
+    save_adapters(tmp_path / "adapter", tmp_path / "base", lora, adapters.items())
+    again = dict(read_adapters(replace(lora, folder=str(tmp_path / "adapter")), model.spec))
+    assert again.keys() == adapters.keys()
+    assert all(torch.equal(again[key], one) for key, one in adapters.items())
+    with torch.no_grad():
+        before = torch.cat([base(row[None]).logits[0] for row in tokens()])
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        expected = torch.cat([theirs(row[None]).logits[0] for row in tokens()])
+        actual = logits(model, tokens())
+    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert (before - expected).abs().max() > 0.1 * expected.abs().max(), "adapters matter"
+
+
+def test_projections_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
+    reference("qwen3_5_text", tmp_path)
+    spec = read_spec(tmp_path)
+    assert "in_proj_qkvz" not in LoraConfig(rank=1).of_model(spec).targets
+    with pytest.raises(ConfigError, match="no projection named in_proj_qkvz"):
+        LoraConfig(rank=1, targets=("in_proj_qkvz",)).of_model(spec)

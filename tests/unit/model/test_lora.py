@@ -103,7 +103,7 @@ def test_shapes_are_those_of_the_network(targets: tuple[str, ...]) -> None:
     named = {name: tuple(one.shape) for name, one in CausalLM(SPEC, lora).named_parameters()}
     adapters = {name: shape for name, shape in named.items() if is_adapter(name)}
     assert list(lora.shapes(SPEC).items()) == list(adapters.items())
-    assert len(adapters) == 2 * SPEC.num_layers * len(lora.projections)
+    assert len(adapters) == 2 * SPEC.num_layers * len(lora.of_model(SPEC).projections)
     assert {name for name in named if not is_adapter(name)} == set(SPEC.parameter_shapes())
 
 
