@@ -55,8 +55,8 @@ def _of_token(
 @gluon.jit
 def _early(keys, values, gate, is_key, is_value) -> tuple[gl.tensor, ...]:
     """Load what a token needs first."""
-    gates = gl.load(gate), gl.load(gate + 1)
-    return gl.load(keys, is_key, other=0.0), gl.load(values, is_value, other=0.0), gates
+    k, v = gl.load(keys, is_key, other=0.0), gl.load(values, is_value, other=0.0)
+    return k, v, gl.load(gate), gl.load(gate + 1)
 
 
 @gluon.jit(do_not_specialize=["is_kept"])
@@ -86,15 +86,15 @@ def _recurrence(
     )
     at = token * VALUE_HEADS + head
     to, gate = out + at * VALUE_DIM + value, gates + 2 * at
-    next_k, next_v, next_gates = _early(keys, values, gate, is_key, is_value)
+    next_k, next_v, next_decay, next_rate = _early(keys, values, gate, is_key, is_value)
     while left > 0:
-        k, v, (decay, rate) = next_k, next_v, next_gates
+        k, v, decay, rate = next_k, next_v, next_decay, next_rate
         q = gl.load(queries, is_key, other=0.0)
         left -= 1
         keys, queries, values = keys + CHANNELS, queries + CHANNELS, values + CHANNELS
         gate += 2 * VALUE_HEADS
         if left > 0:  # what the next token needs first is on its way while this one is computed
-            next_k, next_v, next_gates = _early(keys, values, gate, is_key, is_value)
+            next_k, next_v, next_decay, next_rate = _early(keys, values, gate, is_key, is_value)
         state = state * decay
         read = gl.sum(state * k[None, :], axis=1)
         state = state + k[None, :] * ((v - read) * rate)[:, None]
