@@ -62,7 +62,7 @@ setup(
         # trainer.backend.ep_dispatcher = "deep_ep" (docs/experts.md); its wheel is for Python 3.12
         "deep_ep": ["tokenspeed-deepep==1.2.1.post20251110"],
         # agents that draw from the policy over HTTP (`gateway/`)
-        "agents": ["starlette>=1.0,<2", "uvicorn>=0.54,<0.55", "httptools>=0.9,<0.10"],
+        "agents": ["uvicorn>=0.54,<0.55", "httptools>=0.9,<0.10"],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=21"],  # .parquet files and Hugging Face datasets
         # graders; of math-verify this one, because its patterns are used by name
@@ -85,7 +85,6 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
-            "starlette>=1.0,<2",
             "tensorboard>=2.18",
             "torchao>=0.14",  # moments in 8 bits
             # a GPU build of torch brings the version that it wants

@@ -267,7 +267,7 @@ def main() -> int:
         asyncio.run(serve(args.serve[0], int(args.serve[1])))
         return 0
     rows = asyncio.run(measure(args.calls))
-    packages = ["starlette", "uvicorn", "httptools", "transformers"]
+    packages = ["uvicorn", "httptools", "transformers"]
     return finish(__file__, packages, rows, save=args.save, rooms=["gateway"])
 
 

@@ -43,9 +43,8 @@ def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
 
 def check_gateway(cfg: AgentConfig) -> None:
     """Raise a ConfigError where its packages are missing, or its settings name no form of calls."""
-    for package in ("uvicorn", "starlette"):
-        if importlib.util.find_spec(package) is None:
-            raise _needs_packages(cfg, package)
+    if importlib.util.find_spec("uvicorn") is None:
+        raise _needs_packages(cfg, "uvicorn")
     if cfg.gateway.response_template:
         choose_format(cfg.gateway.response_template, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -69,10 +69,8 @@ _ANTHROPIC |= {429: "rate_limit_error", 408: "timeout_error", 404: "not_found_er
 _ANTHROPIC |= {405: "invalid_request_error"}
 
 
-async def send_error(
-    scope: Any, send: Send, error: SpmdError, more: Mapping[str, str] | None = None
-) -> None:
-    """Tell a client why there is no answer, in the form that it knows, with `more` headers."""
+async def send_error(scope: Any, send: Send, error: SpmdError) -> None:
+    """Tell a client why there is no answer, in the form that it knows."""
     refused = error if isinstance(error, Refused) else Refused("", str(error), status=500)
     status, text = refused.status, str(refused)
     if "/v1/messages" in scope["path"]:
@@ -82,7 +80,9 @@ async def send_error(
         kind = "invalid_request_error" if status < 500 else "server_error"
         facts = {"message": text, "type": kind, "param": refused.field or None}
         body = {"error": facts | {"code": refused.code or None}}
-    headers = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
+    headers: Headers = []
+    if refused.allowed:
+        headers.append((b"allow", ", ".join(refused.allowed).encode()))
     if refused.retry_after_s:
         headers.append((b"retry-after", str(refused.retry_after_s).encode()))
     if status in (408, 413, 415):

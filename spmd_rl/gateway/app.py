@@ -10,8 +10,6 @@ from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
@@ -43,6 +41,7 @@ from spmd_rl.gateway.sessions import key_of
 
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 _NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
+MODELS = "/v1/models"
 MAX_IGNORED, MAX_NAME = 32, 64  # names of ignored fields in a header, and characters of one
 
 
@@ -92,39 +91,62 @@ DIALECTS = {
 }
 
 
-def make_app(sessions: SessionFinder) -> Starlette:
-    """Return the app, in which each path also exists below `/s/KEY`."""
-    ends: dict[str, Any] = {path: _ReplyEndpoint(sessions, one) for path, one in DIALECTS.items()}
-    ends["/v1/messages/count_tokens"] = _CountEndpoint(sessions)
-    ends["/v1/models"] = ends["/v1/models/{model:path}"] = _ModelsEndpoint(sessions)
-    routes = [
-        Route("/health", _HealthEndpoint(sessions), methods=["GET"]),
-        Route("/metrics", _MetricsEndpoint(sessions), methods=["GET"]),
-    ]
-    for path, end in ends.items():
-        routes += [
-            Route(prefix + path, end, methods=["GET" if "models" in path else "POST"])
-            for prefix in ("", "/s/{key}")
-        ]
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys((404, 405, 500), _no_answer))
+class App:
+    """The gateway's ASGI app. Each path of a client also exists below `/s/KEY`."""
 
+    def __init__(self, sessions: SessionFinder) -> None:
+        self._ends: dict[str, _Endpoint] = {
+            **{path: _ReplyEndpoint(sessions, one) for path, one in DIALECTS.items()},
+            "/v1/messages/count_tokens": _CountEndpoint(sessions),
+            MODELS: _ModelsEndpoint(sessions),
+            "/health": _HealthEndpoint(sessions),
+            "/metrics": _MetricsEndpoint(sessions),
+        }
 
-async def _no_answer(request: Any, error: Any) -> Any:
-    """Return what answers a path or a method that no endpoint has, and a fault of this program."""
-    status, more = getattr(error, "status_code", 500), getattr(error, "headers", None)
-    problem = {
-        404: f"no endpoint has this path: there are {', '.join(DIALECTS)} and /v1/models",
-        405: f"this endpoint does not take {request.method}",
-    }.get(status, "this server has failed")
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Answer a request. What an endpoint raises beside its own errors is raised again."""
+        begun = False
 
-    async def answer(scope: Any, receive: Any, send: Send) -> None:
-        await send_error(scope, send, Refused("", problem, status=status), more)
+        async def noting(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
 
-    return answer
+        try:
+            end = self._endpoint(scope)
+        except Refused as error:
+            await send_error(scope, send, error)
+            return
+        try:
+            await end(scope, receive, noting)
+        except Exception:
+            if not begun:
+                await send_error(scope, send, SpmdError("this server has failed"))
+            raise
+
+    def _endpoint(self, scope: Any) -> _Endpoint:
+        """Return what answers, and put the path's parameters into `scope`. Raises: Refused."""
+        path, key, model = scope["path"], "", ""
+        if path.startswith("/s/"):
+            key, slash, rest = path[3:].partition("/")
+            path = slash + rest if key else ""
+        if path.startswith(f"{MODELS}/"):
+            path, model = MODELS, path[len(MODELS) + 1 :]
+        end = self._ends.get(path)
+        if end is None:
+            known = f"there are {', '.join(DIALECTS)} and {MODELS}"
+            raise Refused("", f"no endpoint has this path: {known}", status=404)
+        if scope["method"] not in end.methods:
+            problem = f"this endpoint does not take {scope['method']}"
+            raise Refused("", problem, status=405, allowed=end.methods)
+        scope["path_params"] = {"key": key, "model": model}
+        return end
 
 
 class _Endpoint:
     """An endpoint that answers with JSON, and with an error in the form of its clients."""
+
+    methods: tuple[str, ...] = ("GET", "HEAD")
 
     def __init__(self, sessions: SessionFinder) -> None:
         self.sessions = sessions
@@ -143,7 +165,7 @@ class _Endpoint:
         """Return the session of a request. Raises: Refused."""
         headers = scope["headers"]
         name = dict(headers).get(b"x-session-id", b"").decode("latin-1")
-        session = self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
+        session = self.sessions.find(key_of(scope["path_params"]["key"], headers), name)
         scope[SHOWN]()
         return session
 
@@ -179,11 +201,13 @@ class _ModelsEndpoint(_Endpoint):
         parts = self.sessions.parts
         facts = {"id": parts.model, "object": "model", "created": 0, "owned_by": "spmd_rl"}
         facts["max_model_len"] = parts.texts.context_tokens
-        one = "model" in scope["path_params"]
+        one = scope["path_params"]["model"]
         await send_json(send, 200, facts if one else {"object": "list", "data": [facts]})
 
 
 class _CountEndpoint(_Endpoint):
+    methods = ("POST",)
+
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
         body = await whole_body(scope, receive, self.config)
@@ -194,6 +218,8 @@ class _CountEndpoint(_Endpoint):
 
 class _ReplyEndpoint(_Endpoint):
     """An endpoint at which the policy draws a reply."""
+
+    methods = ("POST",)
 
     def __init__(self, sessions: SessionFinder, dialect: Dialect) -> None:
         super().__init__(sessions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from spmd_rl.gateway.app import make_app
+from spmd_rl.gateway.app import App
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.http_server import HttpServer
 from spmd_rl.gateway.plan import SessionParts
@@ -33,7 +33,7 @@ class Gateway(Sessions):
     async def __aenter__(self) -> Gateway:
         self._server = HttpServer(self.parts.config)
         self.root_url = self._server.root_url
-        await self._server.start(make_app(self))
+        await self._server.start(App(self))
         return self
 
     async def __aexit__(

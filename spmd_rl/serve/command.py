@@ -109,7 +109,7 @@ async def _serve(
     cfg: ServeConfig, server: HttpServer, engine: NativeEngine, texts: EpisodeTexts, name: str
 ) -> None:
     """Answer requests. Blocks: until a signal comes, or the engine fails, which is raised."""
-    from spmd_rl.gateway.app import make_app
+    from spmd_rl.gateway.app import App
     from spmd_rl.gateway.plan import SessionParts
     from spmd_rl.gateway.replies import choose_format
     from spmd_rl.serve.served_turns import ServedSessions, ServedTurns
@@ -126,7 +126,7 @@ async def _serve(
     limits, most = ModelLimits.of(engine.spec), cfg.gateway.max_waiting
     turns = ServedTurns(thread, partial(score, engine), sampling, limits, cfg.seed, most)
     version = engine.version or 0
-    await server.start(make_app(ServedSessions(parts, turns, cfg.key, server.root_url, version)))
+    await server.start(App(ServedSessions(parts, turns, cfg.key, server.root_url, version)))
     keys = "with a key" if cfg.key else "for anyone on this host"
     print(f"serving {name} at {server.root_url}/v1 {keys}; Ctrl-C ends it", flush=True)
     try:

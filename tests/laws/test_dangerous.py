@@ -22,7 +22,6 @@ PICKLING_CALLS = (
 
 OWNED_IMPORTS = {
     "uvicorn": {"gateway"},  # a socket that listens for HTTP
-    "starlette": {"gateway"},
     "zmq": {"controller", "spmd_rl.rollout.sglang.client"},
     # what runs in a process that SGLang's packages come first in
     "sglang": {"spmd_rl.rollout.sglang.child_scheduler", "spmd_rl.microscope.foreign.sglang_dump"},

@@ -24,7 +24,6 @@ IMPORT_DEPTH = 30  # files; lower it when you can
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 
 HEAVY = {
-    "starlette": "gateway",
     "uvicorn": "gateway",
     "transformers": "model",
     "matplotlib": "report",
@@ -52,7 +51,7 @@ HEAVY = {
 }
 # decorators, base classes: such files come late
 AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}
-AT_MODULE_LEVEL |= {"starlette", "uvicorn", "verifiers"}
+AT_MODULE_LEVEL |= {"uvicorn", "verifiers"}
 # a part of transformers that needs neither torch nor a model
 LIGHT_PARTS = {"transformers.utils.chat_parsing": "gateway"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -116,8 +116,8 @@ class RequestFields:
 
         Raises: Refused for another value.
         """
-        for name, allowed in _NEUTRAL.items():
-            self.only(name, *allowed)
+        for name in [one for one in _NEUTRAL if one in self._left]:
+            self.only(name, *_NEUTRAL[name])
         self.ignore(*_HINTS)
 
     def hides_tools(self) -> bool:
@@ -269,16 +269,20 @@ _NAMES = {str: "a text", int: "a whole number", float: "a number", list: "a list
           "value", dict: "an object"}  # fmt: skip
 
 
+_IDS = list[Annotated[int, msgspec.Meta(ge=0, lt=END_OF_IDS)]]
+
+
 def _shown(value: Any) -> str:
     return f"{value!r:.60}"
 
 
 def token_ids(name: str, found: list[Any]) -> NDArray[np.int32]:
     """Return token ids as an array. Shape: [T]. Raises: Refused."""
-    # one by one: an array of a text among numbers would be of texts as long as that one
-    if not all(type(one) is int and 0 <= one < END_OF_IDS for one in found):
-        raise Refused(name, "expected token ids")
-    return np.array(found, np.int32)
+    # before the array: one of a text among numbers would be of texts as long as that one
+    try:
+        return np.array(msgspec.convert(found, _IDS), np.int32)
+    except msgspec.ValidationError:
+        raise Refused(name, "expected token ids") from None
 
 
 def read_messages(read: Callable[[Json], Json], body: Json) -> Json:

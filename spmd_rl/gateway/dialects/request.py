@@ -23,15 +23,23 @@ Finish = Literal["stop", "length", "tool_calls"]
 class Refused(SpmdError):
     """A request that is not answered. `field` names what it is about, "" the request as a whole.
 
-    `status` is the status of HTTP, and `retry_after_s` says when to ask again.
+    `status` is the status of HTTP, and `retry_after_s` says when to ask again. `allowed` are the
+    methods that the path takes, where this is what was wrong.
     """
 
     def __init__(
-        self, field: str, problem: str, *, status: int = 400, code: str = "", retry_after_s: int = 0
+        self,
+        field: str,
+        problem: str,
+        *,
+        status: int = 400,
+        code: str = "",
+        retry_after_s: int = 0,
+        allowed: tuple[str, ...] = (),
     ) -> None:
         super().__init__(f"{field}: {problem}" if field else problem)
         self.field, self.problem, self.status, self.code = field, problem, status, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.allowed = retry_after_s, allowed
 
     def inside(self, outer: str) -> Refused:
         """Return the same for a field that is part of another one."""
