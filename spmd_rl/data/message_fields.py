@@ -16,7 +16,8 @@ _THOUGHTS = ("reasoning_content", "reasoning")
 _THOUGHT_BLOCKS = ("reasoning_details", "thinking_blocks", "content")
 _PARTS = ("thinking", "reasoning")  # types of parts of a content that are thoughts
 _TEXTS = ("thinking", "text", "summary")  # where a block has its text
-_ALIASES = MARKS.union(_THOUGHTS, _THOUGHT_BLOCKS) - {"weight", "reasoning_content", "content"}
+_ABOUT = MARKS.union(_THOUGHTS, _THOUGHT_BLOCKS) - {"content"}
+_ALIASES = _ABOUT - {"weight", "reasoning_content"}
 
 
 def says_something(value: Any) -> bool:
@@ -32,7 +33,10 @@ def plain_fields(where: str, message: dict[Any, Any]) -> dict[Any, Any]:
     """
     for name in ("content", "tool_calls"):
         _refuse_marks(f"{where}.{name}", message.get(name))
-    fields = {k: v for k, v in message.items() if v is not None and k not in _ALIASES}
+    said = {k: v for k, v in message.items() if v is not None}
+    if isinstance(said.get("content"), str) and _ABOUT.isdisjoint(said):
+        return said  # as most messages are
+    fields = {k: v for k, v in said.items() if k not in _ALIASES}
     if isinstance(content := fields.get("content"), list):
         fields["content"] = [part for part in content if not _is_thought(part)]
     if (weight := weight_of(where, message)) is not None:

@@ -125,7 +125,7 @@ class Region(ABC):
         """Return host memory for each piece, of one block that is kept until it is too small."""
         starts, end = [], 0
         for piece in pieces:
-            starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+            starts.append(end + -end % ALIGN_BYTES)
             end = starts[-1] + piece.numel()
         if self._host is None or self._host.numel() < end:
             self._saved, self._saved_changes, self._host = (), -1, None

@@ -120,7 +120,7 @@ def answer(asked: ReplyRequest, drawn: PolicyReply) -> Json:
     message: dict[str, Any] = {"role": MODEL, "content": reply["content"], "refusal": None}
     if calls := reply.get("tool_calls"):
         message["content"] = reply["content"] or None
-        message["tool_calls"] = [wire_call(made) for made in calls]
+        message["tool_calls"] = list(map(wire_call, calls))
     if thought := reply.get("reasoning_content"):
         message["reasoning_content"] = thought
     choice: Json = {"index": asked.choice, "message": message, "finish_reason": drawn.finish}
