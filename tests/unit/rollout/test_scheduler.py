@@ -104,14 +104,15 @@ class FakeRunner:
             self.scheduler.add(Request(uid, 0, tokens, sampling, priority=priority))
 
     def step(self) -> StepPlan:
-        can_decode = (self.missing(self.unfinished()) == 1).any()
+        could_decode = self.can_decode()
         plan = self.scheduler.schedule()
         assert plan.lengths.sum() <= self.scheduler.max_step_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows)
         if self.ahead:
             missing = self.missing(plan.rows)
             assert (missing == 1).all() or (missing > 1).all(), "prompts and decoding share a step"
-            self.check_wait(plan, bool(can_decode))
+            # whoever could decode may have been preempted
+            self.check_wait(plan, could_decode and self.can_decode())
         self.copy(plan.copies_before)
         work = list(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
@@ -149,6 +150,9 @@ class FakeRunner:
         rows = np.array(self.scheduler.running, dtype=np.int64)
         return rows[self.table.length[rows] < self.table.max_length[rows]]
 
+    def can_decode(self) -> bool:
+        return bool((self.missing(self.unfinished()) == 1).any())
+
     def missing(self, rows: np.ndarray) -> np.ndarray:
         return self.table.length[rows] - self.table.num_computed[rows]
 
@@ -164,9 +168,8 @@ class FakeRunner:
         for start, length in zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True):
             work = COST.add(work, start, length)
         self.held_up.append(work)
-        is_least_chunk = (
-            len(self.held_up) == len(plan.rows) == 1 and plan.lengths[0] <= COST.wave_tokens
-        )
+        chunks = plan.lengths[plan.lengths > 0]  # other rows draw from the logits of one of these
+        is_least_chunk = len(self.held_up) == len(chunks) == 1 and chunks[0] <= COST.wave_tokens
         seconds = sum(step.seconds for step in self.held_up)
         assert is_least_chunk or seconds <= self.most_s, "decoding waits for too much prefill"
 
