@@ -17,11 +17,12 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.delta import ALL_PROJECTIONS as DELTA_PROJECTIONS
 from spmd_rl.model.layers.gqa import PROJECTIONS as ATTENTION_PROJECTIONS
 from spmd_rl.model.layers.layer import TensorSpec
+from spmd_rl.model.layers.mla import PROJECTIONS as LATENT_PROJECTIONS
 from spmd_rl.model.layers.mlp import PROJECTIONS as MLP_PROJECTIONS
 from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
-TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS, *DELTA_PROJECTIONS)
+TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS, *DELTA_PROJECTIONS, *LATENT_PROJECTIONS)
 REFUSED = (
     Combination(
         {"folder": ON, "rank": OFF},

@@ -95,6 +95,15 @@ def require_whole_heads(config: Fields) -> None:
             raise fields.wrong(PART, "1, as this family rotates each head as a whole")
 
 
+def yarn_scale(config: Fields) -> float:
+    """Return what a stretched model with `mscale_all_dim` multiplies queries and keys with."""
+    for fields in _spelt(config):
+        kind = fields.raw.get("rope_type", fields.raw.get("type"))
+        if kind == "yarn" and (all_dim := fields.optional("mscale_all_dim")):
+            return _mscale(fields.number("factor"), all_dim)
+    return 1.0
+
+
 def _spelt(config: Fields) -> list[Fields]:
     """Return what the config says of rotary positions, in each spelling that it has."""
     found = ((key, config.raw.get(key)) for key in SPELLINGS)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
+from spmd_rl.model.layers.mla import Mla
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
@@ -88,6 +89,16 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether layers hand states of sequences on."""
         return self.state_bytes(1) > 0
+
+    @property
+    def whole_layers(self) -> str:
+        """In words, the layers that ranks do not share and that other libraries do not run here; ""
+        for none.
+        """
+        if self.has_states:
+            return "layers that hand on a state of each sequence"
+        mixers = [one for block in self.distinct_blocks() for one in block.layers]
+        return "attention to latents" if any(isinstance(one, Mla) for one in mixers) else ""
 
     def state_bytes(self, element_bytes: int) -> int:
         """Return the bytes of a sequence's states in all layers, of passes with such elements."""

@@ -73,7 +73,7 @@ def check_together(needs: RunNeeds, placements: Placements) -> None:
         spec = read_spec(model)
         settings |= {
             "model.num_experts": spec.num_experts,
-            "model.has_states": spec.has_states,
+            "model.whole_layers": spec.whole_layers,
             "model.corrections": spec.fixed_names(),
         }
     refuse(ROW_SHARDS_REFUSED, settings)

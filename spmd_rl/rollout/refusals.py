@@ -90,9 +90,9 @@ NATIVE_REFUSED = (
     ),
     *IN_PARTS,
     Combination(
-        {"split.infer.tp": above(1), "model.has_states": ON, "model": ON},
-        "{0} does not go with {2}, whose layers hand on a state of each sequence: set {0.key} = 1, "
-        "as ranks do not share such layers",
+        {"split.infer.tp": above(1), "model.whole_layers": ON, "model": ON},
+        "{0} does not go with {2}, which has {1.value}: set {0.key} = 1, as ranks do not share "
+        "them",
     ),
     Combination(
         {"split.infer.ep": above(1), "split.infer.tp": above(1)},
@@ -123,9 +123,9 @@ SGLANG_REFUSED = (
         for name, full in zip(FORMATS, ("full", "full", (0, 0)), strict=True)
     ),
     Combination(
-        {"model": ON, "model.has_states": ON},
-        "{0} has layers that hand on a state of each sequence, which engine.kind = 'sglang' does "
-        "not support here: set engine.kind = 'native'",
+        {"model": ON, "model.whole_layers": ON},
+        "{0} has {1.value}, which engine.kind = 'sglang' does not support here: set engine.kind = "
+        "'native'",
     ),
     Combination(
         {"model": ON, "model.corrections": ON},

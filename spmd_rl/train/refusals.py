@@ -146,9 +146,9 @@ AXES_REFUSED = (
     ),
     *(
         Combination(
-            {key: above(1), "model.has_states": ON, "model": ON},
-            "{0} does not go with {2}, whose layers hand on a state of each sequence: set {0.key} "
-            "= 1, as ranks do not share such layers",
+            {key: above(1), "model.whole_layers": ON, "model": ON},
+            "{0} does not go with {2}, which has {1.value}: set {0.key} = 1, as ranks do not share "
+            "them",
         )
         for key in ("split.train.tp", "split.train.cp", "run.row_shards")
     ),

@@ -21,6 +21,7 @@ from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
+MOST_HEAD_DIM = 256  # on a GPU
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, and keys and values to read
 
 
@@ -114,8 +115,13 @@ def attention_backend(
     """Choose the backend for heads of `head_dim` in `dtype` on `device`.
 
     `split` is the size in tokens of the splits of keys (kv_splits.py); 0 attends to all at once.
-    Raises: ConfigError if splits are asked for where they cannot run.
+    Raises: ConfigError if splits are asked for where they cannot run, and for heads of a size that
+    no kernel of a GPU takes.
     """
+    if device.type == "cuda" and head_dim > MOST_HEAD_DIM:
+        raise ConfigError(
+            f"attention of heads of {head_dim}, as of latents, has no kernel on GPUs yet"
+        )
     if flash_supports(head_dim, dtype, device):
         return FlashAttention(head_dim, device, split)
     if split:

@@ -10,6 +10,7 @@ from spmd_rl.model.families.attention import read_attention
 from spmd_rl.model.families.family import Blocks, Family
 from spmd_rl.model.json_fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.layer import LayerSpec
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
@@ -31,15 +32,25 @@ def _read(config: Fields) -> Blocks:
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
     )
-    num_layers = config.count("num_hidden_layers", most=MOST_LAYERS)
-    num_dense = min(config.count("first_k_dense_replace", 1, least=0), num_layers)
-    dense = BlockSpec(hidden, attention, Mlp(hidden, config.count("intermediate_size")))
-    sparse = BlockSpec(hidden, attention, _experts(config))
-    blocks = (dense,) * num_dense + (sparse,) * (num_layers - num_dense)
+    blocks = dense_then_sparse(config, attention, 1)
     return blocks, rotated_size(config, head_dim, ROTATED_SHARE)
 
 
-def _experts(config: Fields) -> Moe:
+def dense_then_sparse(
+    config: Fields, attention: LayerSpec, first_dense: int
+) -> tuple[BlockSpec, ...]:
+    """Return the blocks: some dense ones, as many as `first_dense` where the config does not say,
+    then those with experts.
+    """
+    hidden = config.count("hidden_size")
+    num_layers = config.count("num_hidden_layers", most=MOST_LAYERS)
+    num_dense = min(config.count("first_k_dense_replace", first_dense, least=0), num_layers)
+    dense = BlockSpec(hidden, attention, Mlp(hidden, config.count("intermediate_size")))
+    sparse = BlockSpec(hidden, attention, read_experts(config))
+    return (dense,) * num_dense + (sparse,) * (num_layers - num_dense)
+
+
+def read_experts(config: Fields) -> Moe:
     """Read the experts. Raises: ConfigError for groups that the router cannot choose from."""
     size = config.count("moe_intermediate_size")
     moe = Moe(
@@ -69,7 +80,7 @@ def _experts(config: Fields) -> Moe:
     return moe
 
 
-def _further_layers(config: Fields) -> tuple[str, ...]:
+def further_layers(config: Fields) -> tuple[str, ...]:
     """Return how the names of the tensors begin that predict further tokens."""
     key = next((key for key in FURTHER if key in config.raw), FURTHER[0])
     count = config.count(key, 1, least=0, most=MOST_LAYERS)
@@ -77,4 +88,4 @@ def _further_layers(config: Fields) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}." for number in range(first, first + count))
 
 
-GLM4_MOE = Family("Glm4Moe", _read, _further_layers)
+GLM4_MOE = Family("Glm4Moe", _read, further_layers)

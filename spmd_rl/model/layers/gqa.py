@@ -80,15 +80,15 @@ class Gqa:
     def cost(self, tp: int = 1) -> LayerCost:
         width, gates = self.width // tp, self.gated * self.width // tp
         kv_width = -(-self.num_kv_heads // tp) * self.head_dim
+        # queries, keys and values as projected, and the output
+        projected = 2 * width + 2 * kv_width + gates
         return LayerCost(
             parameters=num_elements(self.parameters()),
-            multiplied=self.hidden_size * (2 * width + 2 * kv_width + gates),
-            # queries, keys and values as projected, and the output
-            kept_products=2 * width + 2 * kv_width + gates,
-            kept_cheap=width
-            + kv_width
-            + gates,  # queries and keys, normed and rotated; gated output
-            gradients=2 * width + 2 * kv_width + gates,
+            multiplied=self.hidden_size * projected,
+            kept_products=projected,
+            # queries and keys, normed and rotated; gated output
+            kept_cheap=width + kv_width + gates,
+            gradients=projected,
             workspace=2 * (width + 2 * kv_width + gates),
             flops_per_key=4 * width,
             query_heads=self.num_heads // tp,

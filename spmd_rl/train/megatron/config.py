@@ -190,9 +190,8 @@ REFUSED = (
         "{1}: " + OTHER_SUMS,
     ),
     Combination(
-        {f"{KEY}.kind": equal("megatron"), "model.has_states": ON, "model": ON},
-        "{2} has layers that hand on a state of each sequence, which {0.value!r} does not train: "
-        "set {0.key} = 'fsdp2'",
+        {f"{KEY}.kind": equal("megatron"), "model.whole_layers": ON, "model": ON},
+        "{2} has {1.value}, which {0.value!r} does not train: set {0.key} = 'fsdp2'",
     ),
     Combination(
         {
