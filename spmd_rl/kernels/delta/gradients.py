@@ -81,7 +81,7 @@ def delta_gradients(
     """Return the gradients for sequences of `lengths` that begin without a state.
 
     `precision` is that of products: "tf32", or "tf32x3", which is about fp32.
-    Shape: mixed [T, C] as of `conv_heads`, log_decay and beta [T, V], grad [T, V, E], all fp32 and
+    Shape: mixed [T, C] as of `mix_heads`, log_decay and beta [T, V], grad [T, V, E], all fp32 and
     dense.
     """
     num_tokens, key_dim, value_dim = len(grad), heads.key_dim, heads.value_dim

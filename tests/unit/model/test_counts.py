@@ -23,7 +23,7 @@ from spmd_rl.train.kinds import kind_of
 from spmd_rl.train.megatron.config import MegatronConfig
 from tests.backends import megatron_case
 from tests.specs import dense_spec, with_experts
-from tests.unit.model import hybrids
+from tests.unit.model import hybrids, test_latents
 
 GLM = {
     "model_type": "glm4_moe",
@@ -33,7 +33,14 @@ GLM = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
-CONFIGS = megatron_case.FAMILIES | {"glm4_moe": GLM} | hybrids.CONFIGS
+LATENTS = test_latents.BASE | {"n_group": 1, "topk_group": 1}
+CONFIGS = {
+    **megatron_case.FAMILIES,
+    "glm4_moe": GLM,
+    "deepseek_v3": LATENTS,
+    "glm4_moe_lite": LATENTS | test_latents.CONFIGS["as GLM-4.7-Flash"],
+    **hybrids.CONFIGS,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
