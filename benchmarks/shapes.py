@@ -31,12 +31,11 @@ QWEN3 = {
     "32B": (5120, 25600, 64, 64, 8, False),
 }
 # hidden, intermediate, layers, heads, key-value heads, tied head, size of heads, value heads of
-# states; the last one is the 9B's with heads for which kernels are fastest
+# states
 QWEN3_5 = {
     "3.5-0.8B": (1024, 3584, 24, 8, 2, True, 256, 16),
     "3.5-9B": (4096, 12288, 32, 16, 4, False, 256, 32),
     "3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 32),
-    "hybrid": (4096, 12288, 32, 32, 8, False, 128, 32),
 }
 STATES_LAST = -4.0  # `dt_bias` of random weights: about 0.95 of a state is left at each token
 MIXTURE = "30B-A3B"

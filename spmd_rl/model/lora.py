@@ -108,10 +108,14 @@ class LoraConfig:
         return LoraConfig(int(rank), float(alpha), tuple(targets.split("+")))
 
     def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
-        """Yield every adapter's parameters, in the network's order. Those of an expert are its."""
+        """Yield every adapter's parameters, in the network's order. Those of an expert are its.
+
+        Raises: as `of_model`.
+        """
+        projections = self.of_model(spec).projections
         for base in spec.parameters():
             layer, _, kind = base.name.rpartition(".")
-            if kind == "weight" and layer.rpartition(".")[2] in self.projections:
+            if kind == "weight" and layer.rpartition(".")[2] in projections:
                 rows, columns = base.shape
                 a, b = (f"{layer}.{name}.weight" for name in (A, B))
                 yield TensorSpec(a, (self.rank, columns), expert=base.expert)

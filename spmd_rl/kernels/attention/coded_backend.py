@@ -60,8 +60,8 @@ class CodedAttention:
         self.coding = KvCoding(exponents, torch.zeros(2, dtype=torch.int64, device=device))
 
     def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
-        at_most = LARGE_HEAD  # of the heads whose codes are read
-        return self.reads_codes and is_rebuilt(page_size, heads_per_kv, at_most)
+        # no larger heads have codes that are read
+        return self.reads_codes and is_rebuilt(page_size, heads_per_kv, LARGE_HEAD)
 
     def facts(self) -> dict[str, str | int]:
         return self._backend.facts()

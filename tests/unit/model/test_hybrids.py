@@ -171,4 +171,4 @@ def test_projections_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
     spec = read_spec(tmp_path)
     assert "in_proj_qkvz" not in LoraConfig(rank=1).of_model(spec).targets
     with pytest.raises(ConfigError, match="no projection named in_proj_qkvz"):
-        LoraConfig(rank=1, targets=("in_proj_qkvz",)).of_model(spec)
+        LoraConfig(rank=1, targets=("in_proj_qkvz",)).shapes(spec)
