@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peer import Laps, Peer
-from benchmarks.shapes import VOCAB
+from benchmarks.shapes import VOCAB, is_hybrid
 from spmd_rl.mesh.world import World
 
 KV_TOKENS = 300 * 1024
@@ -39,6 +39,21 @@ PAGE_SIZE = 128
 STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
 SGLANG_MEMORY = 0.9  # of the GPU's memory, so that KV_TOKENS is the limit
 PACKAGES = ("torch", "triton", "flash-attn-4")
+# Qwen3.5 has random weights in both engines. Our kernel for heads of 256 has pages of 64 tokens.
+# SGLang's own Qwen3.5 is a vision model, of which the text model runs alone.
+HYBRID_BATCH = 256
+HYBRID_SETTINGS: dict[str, dict[str, Any]] = {
+    "ours": {"page_size": 64, "num_pages": KV_TOKENS // 64, "max_batch": HYBRID_BATCH},
+    "sglang": {
+        "load_format": "dummy",
+        "enable_multimodal": False,
+        "max_running_requests": HYBRID_BATCH,
+        "cuda_graph_config": {"prefill": {"backend": "disabled"}},  # which would take a minute
+        "cuda_graph_max_bs_decode": HYBRID_BATCH,
+        "mamba_ssm_dtype": "float32",
+        "max_mamba_cache_size": 6 * HYBRID_BATCH,
+    },
+}
 SGLANG_SETTINGS = (
     "attention_backend",
     "max_total_num_tokens",
@@ -46,6 +61,7 @@ SGLANG_SETTINGS = (
     "disable_prefill_cuda_graph",
     "quantization",
     "kv_cache_dtype",
+    "mamba_ssm_dtype",
 )
 
 
@@ -79,12 +95,13 @@ def start(
 
 @contextmanager
 def pair(name: str, sglang_site: str) -> Iterator[Pair]:
-    """Yield both engines, ready, with random weights of a Qwen3 shape."""
+    """Yield both engines, ready, with random weights of a shape."""
+    settings = HYBRID_SETTINGS if is_hybrid(name) else {}
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder, ExitStack() as stack:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
 
         def started(kind: str, site: str) -> Peer:
-            return stack.enter_context(start(kind, Path(folder), site))
+            return stack.enter_context(start(kind, Path(folder), site, settings.get(kind)))
 
         with ThreadPoolExecutor() as pool:
             ours, sglang = pool.map(started, ("ours", "sglang"), ("", sglang_site))

@@ -16,7 +16,8 @@ row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
 
-`3.5-9B@8` has eight layers of the widths of Qwen3.5-9B, six of them with a state.
+`3.5-9B@8` and `3.5-35B-A3B@8` have eight layers of the widths of these Qwen3.5, six of them with
+a state. The latter keeps the optimizer's moments in host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 
 from benchmarks.ran_files import A_RUN
 from benchmarks.record import finish, gpu, gpu_machine, measured
-from benchmarks.shapes import write_folder
+from benchmarks.shapes import title, write_folder
 from benchmarks.table import Row
 from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promised
 from spmd_rl.microscope.diagnose.compare import unequal_rows
@@ -58,6 +59,11 @@ PACKAGES = (
 )
 RECIPE = "benchmarks.proof_recipe"
 TOKENIZER = Path("examples/arithmetic/model-20m")  # a token a character
+HYBRID = [
+    "--engine.num_pages=600",
+    "--trainer.backend.recompute=cheap",
+    "--trainer.max_tokens=8192",
+]
 STEPS = {
     "0.6B": (8, 52, ["--engine.num_pages=450"]),
     "4B": (
@@ -69,15 +75,8 @@ STEPS = {
             "--trainer.max_tokens=8192",
         ],
     ),
-    "3.5-9B@8": (
-        20,
-        24,
-        [
-            "--engine.num_pages=600",
-            "--trainer.backend.recompute=cheap",
-            "--trainer.max_tokens=8192",
-        ],
-    ),
+    "3.5-9B@8": (20, 24, HYBRID),
+    "3.5-35B-A3B@8": (8, 24, [*HYBRID, "--trainer.backend.offload=moments"]),
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
@@ -202,7 +201,7 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     def total(metric: str) -> float:
         return sum(step[metric] for step in steps)
 
-    what = f"Qwen3-{name}, {len(steps)} steps"
+    what = f"{title(name)}, {len(steps)} steps"
     compared = total("onpolicy/compared_tokens")
     yield measured(f"{what}: broken promises of equal bits in bfloat16", len(broken), "", at_most=0)
     least = BAR_TOKENS if name == ALONE else None

@@ -128,6 +128,39 @@ def hybrid_config(name: str, layers: int) -> dict[str, object]:
     }
 
 
+def title(name: str) -> str:
+    """Return a shape's name for people: Qwen3-8B, or Qwen3.5-9B@8."""
+    return f"Qwen{name}" if is_hybrid(name) else f"Qwen3-{name}"
+
+
+def is_hybrid(name: str) -> bool:
+    """Whether most of a shape's layers keep a state."""
+    return name.partition("@")[0] in QWEN3_5
+
+
+def write_vision_config(name: str, folder: Path) -> ModelSpec:
+    """Write the folder of a Qwen3.5 with its vision model, as SGLang wants it, without weights."""
+    text = config(name)
+    rope = {"rope_type": "default", "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    text["rope_parameters"] |= rope
+    text |= {"full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "qwen3_5",
+            "depth": 1,
+            "out_hidden_size": text["hidden_size"],
+        },
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "eos_token_id": text["eos_token_id"],
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
+    return read_spec(folder)
+
+
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
     """Write a model folder without weights, with another's tokenizer if the run needs text."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,4 +200,5 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor
 
 
 if __name__ == "__main__":
-    write_folder(sys.argv[1], Path(sys.argv[2]))
+    write = write_vision_config if is_hybrid(sys.argv[1]) else write_folder
+    write(sys.argv[1], Path(sys.argv[2]))
