@@ -46,6 +46,7 @@ HYBRID_SETTINGS: dict[str, dict[str, Any]] = {
     "ours": {"page_size": 64, "num_pages": KV_TOKENS // 64, "max_batch": HYBRID_BATCH},
     "sglang": {
         "load_format": "dummy",
+        "attention_backend": "triton",  # FlashAttention 3 is no part of its wheels
         "enable_multimodal": False,
         "max_running_requests": HYBRID_BATCH,
         "cuda_graph_config": {"prefill": {"backend": "disabled"}},  # which would take a minute

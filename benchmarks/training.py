@@ -74,7 +74,7 @@ def learner_in(context: RoleContext, spec: ModelSpec, cfg: TrainerConfig) -> Lea
     if isinstance(cfg.backend, MegatronConfig):
         backend = Megatron(spec, context, cfg)
     else:
-        sharing = Sharing.of(spec, context, cfg.backend.ep_dispatcher)
+        sharing = Sharing.of(context, spec, cfg.backend.ep_dispatcher)
         mesh = context.shards_mesh()
         backend = Fsdp2(spec, mesh, cfg, context.device, sharing=sharing)
     backend.fill(random_weights(spec))
