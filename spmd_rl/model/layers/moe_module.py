@@ -245,7 +245,7 @@ class MoeMlp(nn.Module):
             return routes
         packed = torch.cat([routes.ids.float(), routes.weights], 1)
         ids, weights = self.chosen(packed).chunk(2, 1)
-        return ExpertRoutes(ids.to(routes.ids.dtype), weights)
+        return ExpertRoutes(ids.to(routes.ids.dtype), weights.contiguous())
 
     @property
     def takes_all(self) -> bool:

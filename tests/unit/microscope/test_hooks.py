@@ -78,3 +78,14 @@ def test_what_is_put_in_the_place_of_keys_goes_into_the_cache(
     assert comparison.first_introduced.point == Point(
         *((0, "q") if fault == "rope-bf16" else (1, "post_norm"))
     )
+
+
+def test_watched_routes_lie_as_kernels_read_them() -> None:
+    """Kernels read the weight of a slot by its number, whatever the strides are."""
+    layer = Moe(8, 4, 2, 8).module(0)
+    assert isinstance(layer, MoeMlp)
+    layer.chosen.register_forward_hook(lambda module, args, output: None)
+    routes = ExpertRoutes(torch.tensor([[0, 3], [1, 2]]), torch.rand(2, 2))
+    watched = layer._watched(routes)
+    assert torch.equal(watched.ids, routes.ids) and torch.equal(watched.weights, routes.weights)
+    assert watched.ids.is_contiguous() and watched.weights.is_contiguous()
