@@ -15,9 +15,6 @@ the last step goes through engine and trainer once more, with the initial weight
 row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
-
-`3.5-9B@8` and `3.5-35B-A3B@8` have eight layers of the widths of these Qwen3.5, six of them with
-a state. The latter keeps the optimizer's moments in host memory.
 """
 
 from __future__ import annotations
@@ -241,11 +238,12 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     yield from replayed(what, folder / name, run)
 
 
-def main() -> int:
+def prove(script: str, doc: str | None, models: list[str]) -> int:
+    """Run the models of the command line, or these, and record them; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", default=["0.6B", "4B"])
+    parser.add_argument("models", nargs="*", default=models)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -255,9 +253,9 @@ def main() -> int:
     compared = sum(row.value for row in rows if row.what.endswith(" compared tokens"))
     rows.append(measured("compared tokens of all models", compared, "tokens", at_least=BAR_TOKENS))
     return finish(
-        __file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=gpu_machine(), **gpu()
+        script, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=gpu_machine(), **gpu()
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(prove(__file__, __doc__, ["0.6B", "4B"]))

@@ -13,9 +13,12 @@ from torch import Tensor
 from spmd_rl.kernels import KvCache
 from spmd_rl.kernels.attention.blocked_batches import PagedBlocks
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
+from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.taps.points import Point
+from spmd_rl.model.layers.moe import Moe
+from spmd_rl.model.layers.moe_module import MoeMlp
 from tests.specs import kv_layers
 
 
