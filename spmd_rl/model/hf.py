@@ -20,7 +20,7 @@ from spmd_rl.kernels.low_precision.block_codes import decode, torch_dtype
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.folder_names import TypedTensor, as_in_folder
-from spmd_rl.model.formats import FORMATS, WeightFormat
+from spmd_rl.model.formats import FORMATS, WeightFormat, mxfp4
 from spmd_rl.model.formats.coded_tensors import (
     as_codes,
     as_rounded,
@@ -33,7 +33,13 @@ from spmd_rl.model.lora import B
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
-from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights, unused_tensors
+from spmd_rl.model.weight_files import (
+    MXFP4,
+    StoredTensor,
+    stored_tensors,
+    stored_weights,
+    unused_tensors,
+)
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
@@ -77,22 +83,34 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
         with safe_open(path, framework="pt") as file:
             for name, one in group:
                 tensor = _stored(file, one)
-                yield name, tensor if one.scales is None else _decoded(tensor, one, one.scales)
+                coded = one.scales is not None and one.dtype != MXFP4
+                yield name, _decoded(tensor, one) if coded else tensor
 
 
 def _stored(file: Any, one: StoredTensor) -> Tensor:
-    if one.expert is None:
+    part = one.part
+    if part is None:
         return cast(Tensor, file.get_tensor(one.key))
-    expert, start = one.expert
-    return cast(Tensor, file.get_slice(one.key)[expert, start : start + one.shape[0]])
+    stacked, rows = file.get_slice(one.key), slice(part.start, None, part.step)
+    if one.dtype == MXFP4:
+        assert one.scales is not None
+        with safe_open(one.scales.path, framework="pt") as scales:
+            of_expert = scales.get_slice(one.scales.key)[part.expert]
+        return mxfp4.numbers(stacked[part.expert][rows], of_expert[rows])
+    if part.step == 1 and not part.is_transposed:
+        return cast(Tensor, stacked[part.expert, part.start : part.start + part.count])
+    whole = cast(Tensor, stacked[part.expert])
+    return (whole.t() if part.is_transposed else whole)[rows].contiguous()
 
 
-def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tensor:
+def _decoded(codes: Tensor, weight: StoredTensor) -> Tensor:
     """Return what a stored weight in few bits stands for, in float32.
 
     A scale may be zero where all codes of its block are, as some programs write such a block.
     Raises: ConfigError for other scales and codes that stand for no number.
     """
+    scales = weight.scales
+    assert scales is not None
     found = _checked_scales(scales, codes.dtype)
     code_format = file_formats()[weight.dtype]
     numbers = decode(code_format, codes, found, weight.shape[1], torch.float32)

@@ -78,6 +78,8 @@ class LoraConfig:
         """
         layers = {base.name.removesuffix(".weight") for base in spec.parameters()}
         last = {name.rpartition(".")[2] for name in layers}
+        if spec.has_expert_biases:  # PEFT has no adapters for these
+            last -= set(MLP_PROJECTIONS)
         targets = tuple(name for name in self.projections if name in last)
         if self.rank and not targets:
             names = ", ".join(self.targets)

@@ -10,8 +10,10 @@ from itertools import groupby
 from typing import Literal
 
 from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
 from spmd_rl.model.layers.mla import Mla
+from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
@@ -91,14 +93,24 @@ class ModelSpec:
         return self.state_bytes(1) > 0
 
     @property
+    def has_expert_biases(self) -> bool:
+        """Whether products of experts have biases, which neither adapters nor ranks share."""
+        mixtures = (block.mlp for block in self.distinct_blocks())
+        return any(isinstance(one, Moe) and one.biases for one in mixtures)
+
+    @property
     def whole_layers(self) -> str:
         """In words, the layers that ranks do not share and that other libraries do not run here; ""
         for none.
         """
         if self.has_states:
             return "layers that hand on a state of each sequence"
-        mixers = [one for block in self.distinct_blocks() for one in block.layers]
-        return "attention to latents" if any(isinstance(one, Mla) for one in mixers) else ""
+        layers = [one for block in self.distinct_blocks() for one in block.layers]
+        if any(isinstance(one, Mla) for one in layers):
+            return "attention to latents"
+        if any(isinstance(one, Gqa) and (one.window or one.has_sinks) for one in layers):
+            return "attention in windows or with sinks"
+        return ""
 
     def state_bytes(self, element_bytes: int) -> int:
         """Return the bytes of a sequence's states in all layers, of passes with such elements."""

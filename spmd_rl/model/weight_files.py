@@ -7,10 +7,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.families.folder_layout import ExpertPart, FolderLayout
+from spmd_rl.model.formats import mxfp4
 from spmd_rl.model.formats.coded_weights import scale_name
 from spmd_rl.model.formats.folders import file_formats
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.layers.moe import STACKED_IN_FILES
 from spmd_rl.model.read import ADAPTER, head_of, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
 from spmd_rl.types.code_format import CodeFormat
@@ -20,13 +22,15 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")  # of weights in few bits
+MXFP4 = "MXFP4"
+UNREAD = "quantized weights are not read"
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
 class StoredTensor(NamedTuple):
     """A tensor in a file, with its name there; `scales` are those of one in few bits.
 
-    With `expert`, it is a part of what the file holds: the rows of one expert, from a first one on.
+    With `part`, it is an expert's part of what the file holds. Experts in MXFP4 are of dtype MXFP4.
     """
 
     path: Path
@@ -34,7 +38,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     scales: StoredTensor | None = None
-    expert: tuple[int, int] | None = None
+    part: ExpertPart | None = None
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -90,7 +94,13 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     Raises: as `tensors_in`; ConfigError for weights in few bits without scales of their blocks.
     """
     formats = file_formats()
-    found = tensors_in(weight_files(folder), (*DTYPES, *SCALES, *formats))
+    found = tensors_in(weight_files(folder), (*DTYPES, *SCALES, *formats, mxfp4.FILE_DTYPE))
+    for key in [key for key, one in found.items() if one.dtype == mxfp4.FILE_DTYPE]:
+        if key.endswith(mxfp4.CODES):
+            name = key.removesuffix(mxfp4.CODES)
+            found[name] = _in_mxfp4(found.pop(key), found.pop(name + mxfp4.SCALES, None))
+    if others := [one for one in found.values() if one.dtype == mxfp4.FILE_DTYPE]:
+        raise ConfigError(f"{others[0].path} holds {others[0].key} as {others[0].dtype}: {UNREAD}")
     for key in [key for key, one in found.items() if one.dtype in formats]:
         code_format, scales = formats[found[key].dtype], found.pop(scale_name(key), None)
         found[key] = _with_scales(found[key], scales, code_format)
@@ -114,6 +124,13 @@ def _with_scales(
             f"{code_format.block_columns}"
         )
     return codes._replace(scales=scales)
+
+
+def _in_mxfp4(codes: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
+    """Return experts in MXFP4. Raises: ConfigError for scales of another shape, or without any."""
+    found = () if scales is None else scales.shape
+    shape = mxfp4.shape_of(codes.shape, found, f"{codes.path}: {codes.key}")
+    return codes._replace(shape=shape, dtype=MXFP4, scales=scales)
 
 
 def tensors_in(files: Sequence[Path], dtypes: Container[str] = DTYPES) -> dict[str, StoredTensor]:
@@ -143,7 +160,7 @@ def _stored_tensor(path: Path, key: str, header: Any, dtypes: Container[str]) ->
     """Return the tensor of a header. Raises: ConfigError unless it is of one of these dtypes."""
     dtype = header.get_dtype()
     if dtype not in dtypes:
-        raise ConfigError(f"{path} holds {key} as {dtype}: quantized weights are not read")
+        raise ConfigError(f"{path} holds {key} as {dtype}: {UNREAD}")
     return StoredTensor(path, key, tuple(header.get_shape()), dtype)
 
 
@@ -159,11 +176,14 @@ def stored_weights(
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
     spec = read_spec(folder)
+    layout = FAMILIES[spec.family].layout
     found = {
         name: one
         for key, stored in stored_tensors(folder).items()
         if not key.endswith(FREQUENCIES) and not key.startswith(spec.unused)
-        for name, one in _of_experts(own_name(key, spec.folder_prefix), stored)
+        for name, one in _of_experts(
+            layout.own_name(own_name(key, spec.folder_prefix)), stored, layout
+        )
     }
     wanted = dict(shapes)
     if VALUE_HEAD in wanted:
@@ -184,24 +204,18 @@ def own_name(key: str, prefix: str) -> str:
     return OWN_PREFIX + key.removeprefix(prefix) if prefix and key.startswith(prefix) else key
 
 
-def _of_experts(key: str, one: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a stored tensor by its name, or the weights of each expert that it holds stacked.
-
-    transformers 5 writes such tensors with `save_original_format=False`: [E, 2 N, K] of gate above
-    up, and [E, K, N] of down.
-    """
+def _of_experts(
+    key: str, one: StoredTensor, layout: FolderLayout
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield a stored tensor by its name, or the tensors of each expert that it holds stacked."""
     experts, _, kind = key.rpartition(".")
-    names = STACKED_IN_FILES.get(kind, ())
-    if not names or not experts.endswith(".experts") or len(one.shape) != 3:
+    parts = []
+    if experts.endswith(".experts"):
+        parts = list(layout.parts(kind, one.shape, in_rows=one.dtype == MXFP4))
+    for name, shape, part in parts:
+        yield f"{experts}.{name}", one._replace(shape=shape, part=part)
+    if not parts:
         yield key, one
-        return
-    num_experts, rows, columns = one.shape
-    if rows % len(names) == 0:  # else the shapes are refused
-        rows //= len(names)
-    for expert in range(num_experts):
-        for number, name in enumerate(names):
-            part = one._replace(shape=(rows, columns), expert=(expert, number * rows))
-            yield f"{experts}.{expert}.{name}.weight", part
 
 
 def unused_tensors(folder: str | Path) -> dict[str, StoredTensor]:

@@ -22,7 +22,8 @@ from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
 MOST_HEAD_DIM = 256  # on a GPU
-AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, and keys and values to read
+# of q, and keys and values to read; those of CPUs take a reach besides (`reach.attend`)
+AttentionKernel = Callable[..., Tensor]
 
 
 class AttentionBackend(Protocol):

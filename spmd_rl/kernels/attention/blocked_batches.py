@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.blocked import attention_of_rows
+from spmd_rl.kernels.attention.reach import WHOLE, Reach
 from spmd_rl.kernels.attention.row_layout import (
     QUERY_TILE,
     RowLayout,
@@ -40,16 +41,17 @@ class _Batches:
         self.batches = batches
         self.order = order
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outs = [_attend(batch, q, k, v) for batch in self.batches]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+        outs = [_attend(batch, q, k, v, reach) for batch in self.batches]
         out = outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
         return unpad_rows(out, len(q))
 
 
-def _attend(batch: _Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(batch: _Batch, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
     layout = batch.layout
     rows = layout.rows(q, q.shape[1] // layout.groups)
-    return layout.tokens(attention_of_rows(rows, batch.laid_out(k), batch.laid_out(v), layout))
+    laid = batch.laid_out(k), batch.laid_out(v)
+    return layout.tokens(attention_of_rows(rows, *laid, layout, reach))
 
 
 class PackedBlocks(_Batches):

@@ -19,6 +19,7 @@ from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
 from spmd_rl.kernels.attention.flash import pages_in_use, to_int32
 from spmd_rl.kernels.attention.flash_decode import is_rebuilt
 from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD
+from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
 from spmd_rl.kernels.low_precision.kv_codes import (
     KvCoding,
     KvExponents,
@@ -69,9 +70,11 @@ class CodedAttention:
     def packed(
         self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], heads_per_kv: int
     ) -> AttentionKernel:
-        attend = self._backend.packed(lengths, prefixes, heads_per_kv)
+        kernel = self._backend.packed(lengths, prefixes, heads_per_kv)
         keys, values = self._exponents
-        return lambda q, k, v: attend(q, round_kv(k, keys), round_kv(v, values))
+        return lambda q, k, v, reach=WHOLE: attend(
+            kernel, q, round_kv(k, keys), round_kv(v, values), reach
+        )
 
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
@@ -113,9 +116,9 @@ class CodedAttention:
         chosen, places = np.unique(page_table[is_used], return_inverse=True)
         table = np.zeros_like(page_table)
         table[is_used] = places
-        attend = self._backend.chunks(table, starts, lengths, page_size, heads_per_kv, tile_counter)
+        kernel = self._backend.chunks(table, starts, lengths, page_size, heads_per_kv, tile_counter)
         at = upload(chosen, self._device)
-        return _DecodedPages(self._backend, self._exponents, attend, at, page_size, heads_per_kv)
+        return _DecodedPages(self._backend, self._exponents, kernel, at, page_size, heads_per_kv)
 
     def decode(
         self,
@@ -137,30 +140,31 @@ class CodedAttention:
 
 
 class _DecodedPages:
-    """Kernel of `chunks`: attention of `attend` to a decoded copy of the pages in use.
+    """Kernel of `chunks`: attention of `kernel` to a decoded copy of the pages in use.
 
-    Shape: pages [U] int64, the pages in the order in which `attend` knows them.
+    Shape: pages [U] int64, the pages in the order in which `kernel` knows them.
     """
 
     def __init__(
         self,
         backend: AttentionBackend,
         exponents: KvExponents,
-        attend: AttentionKernel,
+        kernel: AttentionKernel,
         pages: Tensor,
         page_size: int,
         heads_per_kv: int,
     ) -> None:
         self._backend = backend
         self._exponents = exponents
-        self._attend = attend
+        self._kernel = kernel
         self._pages = pages
         self._page_size = page_size
         self._heads_per_kv = heads_per_kv
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
         of_keys, of_values = self._exponents
-        return self._attend(q, self._decoded(keys, of_keys, q), self._decoded(values, of_values, q))
+        decoded = self._decoded(keys, of_keys, q), self._decoded(values, of_values, q)
+        return attend(self._kernel, q, *decoded, reach)
 
     def _decoded(self, codes: Tensor, exponent: int, q: Tensor) -> Tensor:
         heads, dim = q.shape[1] // self._heads_per_kv, q.shape[2]

@@ -15,6 +15,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.delta.states import (
     ALIGNMENT,
@@ -261,18 +262,25 @@ class PagedAttention(TokenAttention):
         kernel = cache.backend.prefill(pages, num_keys, bounds, len(slots))
         return cls(cache, slots, kernel)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
         self.cache.write(layer, self.slots, k, v)
-        return self.read(layer, q)
+        return self.read(layer, q, reach)
 
     def rotate_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QkNorm,
+        rotary: Rotary,
+        reach: Reach = WHOLE,
     ) -> Tensor:
         if torch.is_grad_enabled() or not self.cache.backend.fuses_write:
-            return super().rotate_and_attend(layer, q, k, v, norm, rotary)
+            return super().rotate_and_attend(layer, q, k, v, norm, rotary, reach)
         target = KvSlots(*self.cache.keys_of(layer), self.slots)
         coding = self.cache.coding
-        return self.read(layer, qk_norm_rope_into(q, k, v, norm, rotary, target, coding))
+        return self.read(layer, qk_norm_rope_into(q, k, v, norm, rotary, target, coding), reach)
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         pages, device = self.cache.layers[layer], self.slots.device
@@ -292,6 +300,6 @@ class PagedAttention(TokenAttention):
         rows = slice(0, int(self.states.lengths.sum()))
         yield rows, SlotStates(self.cache.states[layer], self.states)
 
-    def read(self, layer: int, q: Tensor) -> Tensor:
+    def read(self, layer: int, q: Tensor, reach: Reach) -> Tensor:
         """Attend to what is in the cache, the new keys and values included."""
-        return self.kernel(q, *self.cache.keys_of(layer))
+        return attend(self.kernel, q, *self.cache.keys_of(layer), reach)

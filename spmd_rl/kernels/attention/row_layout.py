@@ -17,6 +17,7 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.padding import padded_rows
 
 QUERY_TILE = 8  # rows
+KV_BLOCK = 64  # keys
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class RowLayout:
     `gather` [B * L] is the token at each query position, 0 where padded. `scatter` [T'] is the
     query position of each token, T' = T padded to the row tile. `visible` [B, L * G] is how many
     keys a row sees from the first, at least 1. Rows from `num_used` on are padding in every
-    sequence. No row sees keys from `num_keys` on. `is_causal`: no sequence has keys before its
-    tokens, so the nth token of a sequence sees n keys, in a row for each of its `groups` heads.
+    sequence. No row sees keys from `num_keys` on, and none at query position i fewer than
+    `least_visible[i]` of a sequence with a token there. `is_causal`: no sequence has keys before
+    its tokens, so the nth token of a sequence sees n keys, in a row for each of its `groups` heads.
     """
 
     batch: int
@@ -38,6 +40,7 @@ class RowLayout:
     gather: Tensor
     scatter: Tensor
     visible: Tensor
+    least_visible: NDArray[np.int64]
 
     @staticmethod
     def build(
@@ -58,6 +61,7 @@ class RowLayout:
         gather = np.where(valid, first[:, None] + offset, 0)
         visible = np.where(valid, starts[:, None] + offset + 1, 1)
         scatter = _padded(np.flatnonzero(valid))
+        least = np.where(valid, visible, visible.max()).min(0)
 
         def tensor(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -65,23 +69,40 @@ class RowLayout:
         num_used, num_keys = int(lengths.max()) * queries_per_key, padded_rows(int(visible.max()))
         seen = tensor(visible.repeat(queries_per_key, axis=1))
         sizes = batch, queries_per_key, num_used, num_keys, not starts.any()
-        return RowLayout(*sizes, tensor(gather.reshape(-1)), tensor(scatter), seen)
+        return RowLayout(*sizes, tensor(gather.reshape(-1)), tensor(scatter), seen, least)
 
-    def unseen(self, rows: slice) -> Tensor:
+    def first_key(self, rows: slice, window: int) -> int:
+        """Return a key before which no row of `rows` sees any, the first of a block."""
+        if not window:
+            return 0
+        first = int(self.least_visible[rows.start // self.groups]) - window
+        return max(0, first) // KV_BLOCK * KV_BLOCK
+
+    def unseen(self, rows: slice, window: int = 0) -> Tensor:
         """Return minus infinity where a row does not see a key, else 0. Shape: [B, r, W].
 
-        The mask of all rows is kept, as every layer needs it.
+        With a `window`, keys begin with `first_key`. The mask of all rows is kept, as every layer
+        needs it.
         """
-        return self._unseen if rows == slice(0, self.num_used) else self._hidden_from(rows)
+        if rows != slice(0, self.num_used):
+            return self._hidden_from(rows, window)
+        if window not in self._kept:
+            self._kept[window] = self._hidden_from(rows, window)
+        return self._kept[window]
 
     @cached_property
-    def _unseen(self) -> Tensor:
-        return self._hidden_from(slice(0, self.num_used))
+    def _kept(self) -> dict[int, Tensor]:
+        """Masks of all rows by their windows."""
+        return {}
 
-    def _hidden_from(self, rows: slice) -> Tensor:
-        hidden = torch.arange(self.num_keys, device=self.visible.device) >= self.visible[
-            :, rows
-        ].unsqueeze(-1)
+    def _hidden_from(self, rows: slice, window: int) -> Tensor:
+        first = self.first_key(rows, window)
+        key = torch.arange(first, self.num_keys, device=self.visible.device)
+        # padding sees a key too, so that no weight is NaN
+        end = self.visible[:, rows].clamp(min=first + 1).unsqueeze(-1)
+        hidden = key >= end
+        if window:
+            hidden |= key < end - window
         return torch.where(hidden, -torch.inf, 0.0)
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:

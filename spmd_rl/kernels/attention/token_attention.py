@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from spmd_rl.kernels.attention.reach import WHOLE, Reach
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
@@ -20,7 +21,7 @@ class TokenAttention(ABC):
     """
 
     @abstractmethod
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
         """Attend with queries and keys that are normed and rotated already."""
 
     @abstractmethod
@@ -42,8 +43,15 @@ class TokenAttention(ABC):
         """
 
     def rotate_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QkNorm,
+        rotary: Rotary,
+        reach: Reach = WHOLE,
     ) -> Tensor:
         """Norm and rotate queries and keys as they were projected, then attend."""
         q, k = qk_norm_rope(q, k, norm, rotary)
-        return self(layer, q, k, v)
+        return self(layer, q, k, v, reach)

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, and x * sigmoid(gate), in fp32 with one rounding.
+"""SiLU(gate) * up and its kin, in fp32 with one rounding.
 
 The sigmoid is spelled out. torch's CPU sigmoid and SiLU use another exponential for the last
 elements of a buffer than for the rest (measured on torch 2.13), so their bits depend on a row's
@@ -15,11 +15,23 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.recompute import recomputable
 
+SHARPNESS = 1.702  # of the sigmoid of `clamped_mul`
+
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Shape: gate and up [T, F], which may be halves of one tensor; returns [T, F], contiguous."""
     out = call(_SiluMul, gate, up)
     recomputable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
+    return out
+
+
+def clamped_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return (u + 1) * g * sigmoid(1.702 g), of a gate and of units that are kept within `limit`.
+
+    A gate has no lower limit. On CPUs only. Shape: as `silu_mul`. Source: OpenAI's gpt-oss (2025).
+    """
+    out = call(_ClampedMul, gate, up, limit)
+    recomputable([out], lambda: [_ClampedMul.apply(gate.detach(), up.detach(), limit)])
     return out
 
 
@@ -29,6 +41,26 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     Shape: x [..., F], gate of the same shape, or [..., 1]; returns that of x.
     """
     return call(_SigmoidMul, x, gate)
+
+
+class _ClampedMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.limit = limit
+        g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        return (u.add_(1.0) * g).div_((g * -SHARPNESS).exp_().add_(1.0)).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = (one.float() for one in ctx.saved_tensors)
+        g, u = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit)
+        sigmoid = (g * -SHARPNESS).exp_().add_(1.0).reciprocal_()
+        grad = grads[0].float() * sigmoid
+        of_gate = grad * (u + 1.0) * (1.0 + SHARPNESS * g * (1.0 - sigmoid)) * (gate <= ctx.limit)
+        of_up = grad * g * (up.abs() <= ctx.limit)
+        dtype = grads[0].dtype
+        return of_gate.to(dtype), of_up.to(dtype), None
 
 
 class _SigmoidMul(torch.autograd.Function):

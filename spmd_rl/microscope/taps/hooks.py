@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention, TokenAttention
+from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.microscope.taps.points import BEFORE, Point, know_points
 from spmd_rl.model.fused_projections import FusedProjections
@@ -104,8 +105,8 @@ class _HookedAttention(TokenAttention):
     def __init__(self, attend: TokenAttention, observe: Observe) -> None:
         self._attend, self._observe = attend, observe
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend_observed(self._attend, self._observe, layer, q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+        return _attend_observed(self._attend, self._observe, layer, (q, k, v), reach)
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         return self._attend.history(layer, *rows)
@@ -115,10 +116,10 @@ class _HookedAttention(TokenAttention):
 
 
 def _attend_observed(
-    attend: TokenAttention, observe: Observe, layer: int, q: Tensor, k: Tensor, v: Tensor
+    inner: TokenAttention, observe: Observe, layer: int, rows: Sequence[Tensor], reach: Reach
 ) -> Tensor:
-    q, k, v = (observe(Point(layer, op), x) for op, x in zip("qkv", (q, k, v), strict=True))
-    return observe(Point(layer, "attention"), attend(layer, q, k, v))
+    q, k, v = (observe(Point(layer, op), x) for op, x in zip("qkv", rows, strict=True))
+    return observe(Point(layer, "attention"), inner(layer, q, k, v, reach))
 
 
 class _HookedPagedAttention(PagedAttention):
@@ -131,17 +132,18 @@ class _HookedPagedAttention(PagedAttention):
         super().__init__(attend.cache, attend.slots, attend.kernel, attend.tables, attend.states)
         self._attend, self._observe = attend, observe
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend_observed(self._attend, self._observe, layer, q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+        return _attend_observed(self._attend, self._observe, layer, (q, k, v), reach)
 
-    def read(self, layer: int, q: Tensor) -> Tensor:
+    def read(self, layer: int, q: Tensor, reach: Reach) -> Tensor:
         """For caches that FlashAttention reads, whose pages lie one after the other."""
         q = self._observe(Point(layer, "q"), q)
         cached = self._read_slots(layer)
         k, v = (self._observe(Point(layer, op), x) for op, x in zip("kv", cached, strict=True))
         if k is not cached[0] or v is not cached[1]:
             self.cache.write(layer, self.slots, k, v)
-        return self._observe(Point(layer, "attention"), self.kernel(q, *self.cache.keys_of(layer)))
+        out = attend(self.kernel, q, *self.cache.keys_of(layer), reach)
+        return self._observe(Point(layer, "attention"), out)
 
     def _read_slots(self, layer: int) -> list[Tensor]:
         """Return the keys and the values in the slots of the batch."""

@@ -6,6 +6,7 @@ One file a family. All of it is plain data: no torch, no Megatron.
 from spmd_rl.model.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
 from spmd_rl.model.families.family import Family
 from spmd_rl.model.families.glm4_moe import GLM4_MOE
+from spmd_rl.model.families.gpt_oss import GPT_OSS
 from spmd_rl.model.families.llama import LLAMA
 from spmd_rl.model.families.qwen2 import QWEN2
 from spmd_rl.model.families.qwen3 import QWEN3
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_text": QWEN3_5_TEXT,

@@ -21,6 +21,7 @@ def read_attention(
     qk_norm: bool = False,
     zero_centred: bool = False,
     gated: bool = False,
+    has_sinks: bool = False,
 ) -> Gqa:
     """Read the sizes of attention; what a family decides by itself is given.
 
@@ -50,6 +51,7 @@ def read_attention(
         qk_norm=qk_norm,
         zero_centred=zero_centred,
         gated=gated,
+        has_sinks=has_sinks,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spmd_rl.model.families.folder_layout import PLAIN, FolderLayout
 from spmd_rl.model.json_fields import Fields
 from spmd_rl.model.layers.block import BlockSpec
 
@@ -18,9 +19,9 @@ class Family:
     `read` makes blocks of the fields of a config.json; as in transformers, absent keys have
     defaults, and keys that transformers ignores are ignored. `class_name` is what the names of
     transformers' classes begin with. `unused` returns how the names of tensors begin that a folder
-    may hold and that the network does not have, as transformers has it: an export copies them.
-    A hybrid family reads `layer_types` itself. With a `prefix`, the model is the text model within
-    a folder (`text_config.py`), whose names begin so there.
+    may hold and that the network does not have, as transformers has it: an export copies them. A
+    hybrid family reads `layer_types` itself. `layout` is that of its folders. With a `prefix`, the
+    model is the text model within a folder (`text_config.py`), whose names begin so there.
     """
 
     class_name: str
@@ -28,3 +29,4 @@ class Family:
     unused: Callable[[Fields], tuple[str, ...]] = lambda config: ()
     is_hybrid: bool = False
     prefix: str = ""
+    layout: FolderLayout = PLAIN

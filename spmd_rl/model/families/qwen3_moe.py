@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from spmd_rl.errors import ConfigError
+from dataclasses import replace
+
 from spmd_rl.model.families.attention import equal_blocks
 from spmd_rl.model.families.family import Blocks, Family
 from spmd_rl.model.families.qwen3 import qwen3_attention
 from spmd_rl.model.json_fields import MOST_EXPERTS, Fields
+from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 
 COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
 
 
 def _read(config: Fields) -> Blocks:
-    if config.raw.get("decoder_sparse_step", 1) != 1 or config.raw.get("mlp_only_layers"):
-        raise ConfigError(
-            f"{config.where}: layers without experts beside others with them are not read"
-        )
     key = next((key for key in COUNTS if key in config.raw), COUNTS[0])
     num_experts = config.count(key, most=MOST_EXPERTS)
     moe = Moe(
@@ -26,7 +24,22 @@ def _read(config: Fields) -> Blocks:
         config.count("moe_intermediate_size"),
         normalizes_weights=config.flag("norm_topk_prob", False),
     )
-    return equal_blocks(config, qwen3_attention(config), moe)
+    blocks, rotated = equal_blocks(config, qwen3_attention(config), moe)
+    are_dense = _dense_layers(config, len(blocks))
+    if not any(are_dense):
+        return blocks, rotated
+    mlp = Mlp(moe.hidden_size, config.count("intermediate_size"))
+    dense = replace(blocks[0], mlp=mlp)
+    pairs = zip(blocks, are_dense, strict=True)
+    return tuple(dense if is_dense else sparse for sparse, is_dense in pairs), rotated
+
+
+def _dense_layers(config: Fields, num_layers: int) -> list[bool]:
+    """Return of each layer whether it has an MLP in place of experts."""
+    step, named = config.count("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(one not in range(num_layers) for one in named):
+        raise config.wrong("mlp_only_layers", "a list of numbers of layers")
+    return [number in named or (number + 1) % step > 0 for number in range(num_layers)]
 
 
 QWEN3_MOE = Family("Qwen3Moe", _read)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.formats import FORMATS
+from spmd_rl.model.formats import FORMATS, mxfp4
 from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.spec import HEAD, ModelSpec
 from spmd_rl.types.code_format import CodeFormat
@@ -29,9 +29,9 @@ def check_quantization(config: Fields) -> None:
     found = config.raw.get(CONFIG_KEY)
     if not found:
         return
-    known = [one.folder for one in file_formats().values()]
+    known = [one.folder for one in file_formats().values()] + [mxfp4.FOLDER]
     given = found if isinstance(found, dict) else {}
-    if not any({"fmt": one["fmt"], **given}.items() >= one.items() for one in known):
+    if not any({"fmt": one.get("fmt"), **given}.items() >= one.items() for one in known):
         names = " or ".join(
             ", ".join(f"{key} {json.dumps(value)}" for key, value in one.items()) for one in known
         )

@@ -12,6 +12,8 @@ def check_shares(spec: ModelSpec, num_ranks: int, setting: str) -> None:
     """
     if not spec.num_experts:
         raise ConfigError(f"{setting}: the model has no experts to share; set it to 1")
+    if spec.has_expert_biases:
+        raise ConfigError(f"{setting}: ranks do not share experts with biases; set it to 1")
     for layer in spec.distinct_blocks():
         numbers = {one.expert for one in layer.parameters() if one.expert is not None}
         if len(numbers) % num_ranks:

@@ -31,7 +31,8 @@ class Gqa:
 
     With `qk_norm`, the heads of queries and keys are normed before they are rotated, by
     `zero_centred` weights where one is added to them. If it is `gated`, `q_proj` gives each head a
-    gate after its query, whose sigmoid the output of attention is multiplied with.
+    gate after its query, whose sigmoid the output of attention is multiplied with. A query sees the
+    last `window` keys, 0 for all; with `has_sinks`, each head has one more logit, without a value.
     """
 
     hidden_size: int
@@ -44,6 +45,8 @@ class Gqa:
     qk_norm: bool = False
     zero_centred: bool = False
     gated: bool = False
+    window: int = 0
+    has_sinks: bool = False
     name: str = "self_attn"
 
     @property
@@ -74,6 +77,10 @@ class Gqa:
                 TensorSpec(f"{own}.{norm}.weight", (self.head_dim,), start=1.0 - self.zero_centred)
                 for norm in ("q_norm", "k_norm")
                 if self.qk_norm
+            ),
+            *(
+                TensorSpec(f"{own}.sinks", (self.num_heads,), heads, stays_full=True, start=0.0)
+                for _ in range(self.has_sinks)
             ),
         ]
 

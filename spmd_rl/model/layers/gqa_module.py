@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from spmd_rl.kernels import QkNorm, Rotary, TokenAttention
+from spmd_rl.kernels.attention.reach import Reach
 from spmd_rl.kernels.rowwise.activation import sigmoid_mul
 from spmd_rl.model.fused_projections import FusableLayer, project
 from spmd_rl.model.layers.norm_module import RmsNorm
@@ -28,12 +30,15 @@ class Attention(FusableLayer):
         qk_norm: bool,
         zero_centred: bool,
         gated: bool,
+        window: int,
+        has_sinks: bool,
     ) -> None:
         super().__init__()
         self.number = number
         self.head_dim = head_dim
         self.eps = rms_eps
         self.gated = gated
+        self.window = window
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = Linear(hidden_size, width * (1 + gated), bias=qkv_bias)
         self.k_proj = Linear(hidden_size, kv_width, bias=qkv_bias)
@@ -41,6 +46,7 @@ class Attention(FusableLayer):
         self.o_proj = Linear(width, hidden_size, bias=out_bias)
         self.q_norm = RmsNorm(head_dim, rms_eps, zero_centred) if qk_norm else None
         self.k_norm = RmsNorm(head_dim, rms_eps, zero_centred) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if has_sinks else None
 
     def fusable(self) -> list[Linear]:
         return [self.q_proj, self.k_proj, self.v_proj]
@@ -56,5 +62,6 @@ class Attention(FusableLayer):
                 q, k = self.q_norm(q)[0], self.k_norm(k)[0]
             else:
                 norm = QkNorm(self.q_norm.weight, self.k_norm.weight, self.eps)
-        out = attend.rotate_and_attend(self.number, q, k, v, norm, rotary)
+        reach = Reach(self.window, self.sinks)
+        out = attend.rotate_and_attend(self.number, q, k, v, norm, rotary, reach)
         return self.o_proj((sigmoid_mul(out, gate) if self.gated else out).flatten(1))

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
+from spmd_rl.model.layers.layer import (
+    LayerCost,
+    PointDef,
+    TensorSpec,
+    num_elements,
+    weights_of,
+)
 from spmd_rl.model.layers.mlp import PROJECTIONS, gated_cost, gated_parameters
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 
@@ -30,7 +36,8 @@ class Moe:
 
     With `normalizes_weights`, the weights of a token's experts add up to one, before `sigmoid`
     scales them; it is None where a softmax is the choice. Every token takes `shared_size` hidden
-    units besides, times the sigmoid of a gate if there is a `shared_gate`.
+    units besides, times the sigmoid of a gate if there is a `shared_gate`. With `biases`, all
+    products have one, the router's too. `limit` is that of `mlp_module.GatedMlp`, 0 for none.
     """
 
     hidden_size: int
@@ -41,11 +48,13 @@ class Moe:
     shared_size: int = 0
     sigmoid: SigmoidRouter | None = None
     shared_gate: bool = False
+    biases: bool = False
+    limit: float = 0.0
     name: str = "mlp"
 
     def parameters(self) -> Sequence[TensorSpec]:
         gate, hidden = f"{self.name}.gate", self.hidden_size
-        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden), stays_full=True)]
+        found = weights_of(gate, self.num_experts, hidden, self.biases, stays_full=True)
         if self.sigmoid:
             found.append(TensorSpec(f"{gate}.{CORRECTION}", (self.num_experts,), is_fixed=True))
         for number in range(self.num_experts):
@@ -65,7 +74,9 @@ class Moe:
     def expert_parameters(self, number: int) -> list[TensorSpec]:
         """Return the parameters of expert `number`."""
         name = f"{self.name}.experts.{number}"
-        return gated_parameters(name, self.hidden_size, self.expert_size, False, expert=number)
+        return gated_parameters(
+            name, self.hidden_size, self.expert_size, self.biases, expert=number
+        )
 
     def cost(self, tp: int = 1) -> LayerCost:
         """Return the cost where all experts have equally many tokens."""

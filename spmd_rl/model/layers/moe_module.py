@@ -31,7 +31,6 @@ from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.kernels.moe.symm_gather import RowSizes, SymmGather
 from spmd_rl.kernels.rowwise.activation import sigmoid_mul
 from spmd_rl.kernels.runtime.first_pass import keep, kept_before
-from spmd_rl.model.fused_projections import project_gated
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
 from spmd_rl.model.layers.mlp import PROJECTIONS
@@ -72,6 +71,8 @@ class MoeMlp(nn.Module):
         shared_size: int,
         sigmoid: SigmoidRouter | None,
         shared_gate: bool,
+        biases: bool,
+        limit: float,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
@@ -84,11 +85,11 @@ class MoeMlp(nn.Module):
         self.gate = (
             CorrectedGate(hidden_size, num_experts)
             if sigmoid
-            else Linear(hidden_size, num_experts, bias=False)
+            else Linear(hidden_size, num_experts, bias=biases)
         )
         self.num_experts = num_experts
         self.experts = nn.ModuleList(
-            GatedMlp(hidden_size, expert_size, bias=False) for _ in range(num_experts)
+            GatedMlp(hidden_size, expert_size, biases, limit) for _ in range(num_experts)
         )
         shared = GatedMlp(hidden_size, shared_size, bias=False) if shared_size else None
         self.shared_experts = None if shared_gate else shared
@@ -101,7 +102,10 @@ class MoeMlp(nn.Module):
 
         All ranks that share a model choose for all rows, and have experts compute their own.
         """
-        logits = self.scores(linear_fp32(x, self.gate.weight))
+        logits = linear_fp32(x, self.gate.weight)
+        if self.gate.bias is not None:
+            logits = logits + self.gate.bias.float()
+        logits = self.scores(logits)
         if is_exact(x):
             return self.all_at_once(x, logits)
         return self.one_by_one(x, self._chosen(logits, self._noted, self._routes_to))
@@ -326,10 +330,12 @@ def _weighted(expert: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     """Return what an expert gives its rows, times their weights. Shape: x [M, C], weight [M]."""
     assert isinstance(expert, GatedMlp)
     tall = x if is_exact(x) else pad_rows(x)
-    hidden = project_gated(tall, expert.joined, expert.gate_proj, expert.up_proj)
+    hidden = expert.hidden(tall)
     down = expert.down_proj
     if down.is_adapted:
         product = down(hidden).float()
     else:
         product = linear_fp32(hidden, whole(down.operand, hidden.dtype))
+        if down.bias is not None:
+            product = product + down.bias.float()
     return (unpad_rows(product, len(x)) * weight.unsqueeze(1)).to(x.dtype)

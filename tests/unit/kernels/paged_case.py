@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels.attention.reach import WHOLE, Reach
 from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.specs import kv_layers
 
@@ -44,9 +45,10 @@ def packed(
     heads: Heads,
     split: int = 0,
     exponents: tuple[int, int] | None = None,
+    reach: Reach = WHOLE,
 ) -> Tensor:
     attend = PackedAttention(np.array(lengths), device=q.device, split=split, exponents=exponents)
-    return attend(0, q, k, v)
+    return attend(0, q, k, v, reach)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
@@ -78,10 +80,12 @@ class Paged:
         *,
         seed: int = 1,
         exponents: tuple[int, int] | None = None,
+        reach: Reach = WHOLE,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.lengths, self.heads, self.page_size, self.seed = lengths, heads, page_size, seed
+        self.reach = reach
         counts = [-(-n // page_size) for n in lengths]
         order = np.random.default_rng(seed).permutation(sum(counts) + 5)
         self.tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
@@ -131,7 +135,7 @@ class Paged:
         pick = torch.from_numpy(np.concatenate(rows)).to(q.device)
         self.padded = not self.padded
         pad = pick.new_zeros(padded_rows(len(pick)) - len(pick) if self.padded else 0)
-        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)))
+        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)), self.reach)
         assert len(out) == len(pick) + len(pad)
         out = out[: len(pick)]
         self.done[names] += [chosen[name] for name in names]

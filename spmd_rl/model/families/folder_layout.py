@@ -1,0 +1,88 @@
+"""How a folder holds what the network has otherwise: names, and the experts of a layer.
+
+Shape letters: E experts, N and K rows and columns of an expert's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmd_rl.model.layers.moe import STACKED_IN_FILES
+
+BIAS = "_bias"  # how the name of the biases of all experts ends
+
+
+class ExpertPart(NamedTuple):
+    """An expert's tensor in a stacked one: `count` rows from `start` on, each `step`th.
+
+    With `is_transposed`, they are columns of what the folder has.
+    """
+
+    expert: int
+    start: int
+    count: int
+    step: int = 1
+    is_transposed: bool = False
+
+
+class NamedPart(NamedTuple):
+    """The part that is the expert's tensor `name`, below its mixture's `experts`."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: ExpertPart
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """Experts in a tensor `gate_up_proj` and a tensor `down_proj`, if a folder stacks them.
+
+    As transformers writes them, these are [E, 2 N, K], gates above units, and [E, K, N]. With
+    `is_interleaved`, as in gpt-oss, each is transposed, a gate is beside its unit, and biases are
+    [E, 2 N] and [E, K]. `renamed` are parts of names in the network, and what they are in a folder.
+    """
+
+    is_interleaved: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def own_name(self, key: str) -> str:
+        """Return the network's name of what a folder calls `key`."""
+        for own, theirs in self.renamed:
+            key = key.replace(theirs, own)
+        return key
+
+    def folder_name(self, name: str) -> str:
+        """Return what a folder calls the network's tensor `name`."""
+        for own, theirs in self.renamed:
+            name = name.replace(own, theirs)
+        return name
+
+    def parts(self, kind: str, shape: tuple[int, ...], in_rows: bool) -> Iterator[NamedPart]:
+        """Yield what a tensor with this last name and shape holds; nothing if it holds no experts.
+
+        `in_rows` says that an interleaved weight is not transposed, as one in few bits.
+        """
+        is_bias = self.is_interleaved and kind.endswith(BIAS)
+        projections = STACKED_IN_FILES.get(kind.removesuffix(BIAS) if is_bias else kind, ())
+        if not projections or len(shape) != (2 if is_bias else 3):
+            return
+        is_transposed = self.is_interleaved and not (is_bias or in_rows)
+        num_experts, rows, *columns = (shape[0], *shape[:0:-1]) if is_transposed else shape
+        if rows % len(projections) == 0:  # else the shapes are refused
+            rows //= len(projections)
+        for expert in range(num_experts):
+            for number, name in enumerate(projections):
+                where = (
+                    (number, rows, len(projections))
+                    if self.is_interleaved
+                    else (number * rows, rows, 1)
+                )
+                part = ExpertPart(expert, *where, is_transposed)
+                whose = "bias" if is_bias else "weight"
+                yield NamedPart(f"{expert}.{name}.{whose}", (rows, *columns), part)
+
+
+PLAIN = FolderLayout()
+INTERLEAVED = FolderLayout(is_interleaved=True, renamed=((".mlp.gate.", ".mlp.router."),))
