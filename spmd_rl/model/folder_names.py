@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.model.families import FAMILIES
-from spmd_rl.model.families.folder_layout import BIAS, FolderLayout
-from spmd_rl.model.layers.moe import STACKED_IN_FILES
+from spmd_rl.model.families.folder_layout import BIAS, STACKED_IN_FILES, FolderLayout
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.weight_files import OWN_PREFIX, has_weights, stored_tensors
 

@@ -19,6 +19,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.low_precision.block_codes import decode, torch_dtype
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.families.folder_layout import ExpertPart
 from spmd_rl.model.folder_names import TypedTensor, as_in_folder
 from spmd_rl.model.formats import FORMATS, WeightFormat, mxfp4
 from spmd_rl.model.formats.coded_tensors import (
@@ -91,16 +92,23 @@ def _stored(file: Any, one: StoredTensor) -> Tensor:
     part = one.part
     if part is None:
         return cast(Tensor, file.get_tensor(one.key))
-    stacked, rows = file.get_slice(one.key), slice(part.start, None, part.step)
+    stacked = file.get_slice(one.key)
+    if one.dtype != MXFP4 and part.step == 1 and not part.is_transposed:
+        return cast(Tensor, stacked[part.expert, part.start : part.start + part.size])
+    return _of_expert(one, stacked[part.expert], part)
+
+
+def _of_expert(one: StoredTensor, whole: Tensor, part: ExpertPart) -> Tensor:
+    rows = slice(part.start, None, part.step)
     if one.dtype == MXFP4:
-        assert one.scales is not None
-        with safe_open(one.scales.path, framework="pt") as scales:
-            of_expert = scales.get_slice(one.scales.key)[part.expert]
-        return mxfp4.numbers(stacked[part.expert][rows], of_expert[rows])
-    if part.step == 1 and not part.is_transposed:
-        return cast(Tensor, stacked[part.expert, part.start : part.start + part.count])
-    whole = cast(Tensor, stacked[part.expert])
+        return mxfp4.numbers(whole[rows], _scales_of(one, part.expert)[rows])
     return (whole.t() if part.is_transposed else whole)[rows].contiguous()
+
+
+def _scales_of(weight: StoredTensor, expert: int) -> Tensor:
+    assert weight.scales is not None
+    with safe_open(weight.scales.path, framework="pt") as file:
+        return cast(Tensor, file.get_slice(weight.scales.key)[expert])
 
 
 def _decoded(codes: Tensor, weight: StoredTensor) -> Tensor:

@@ -102,8 +102,9 @@ class CausalLM(nn.Module):
             None if spec.tie_embeddings else Linear(spec.hidden_size, num_rows, bias=False)
         )
         share_products(self, spec, part)
+        adapted = lora.of_model(spec).projections
         for name, module in list(self.named_modules()):
-            if isinstance(module, Linear) and name.rpartition(".")[2] in lora.projections:
+            if isinstance(module, Linear) and name.rpartition(".")[2] in adapted:
                 module.adapt(lora.rank, lora.scale)
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 

@@ -13,7 +13,6 @@ from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
 from spmd_rl.model.layers.mla import Mla
-from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
@@ -95,8 +94,8 @@ class ModelSpec:
     @property
     def has_expert_biases(self) -> bool:
         """Whether products of experts have biases, which neither adapters nor ranks share."""
-        mixtures = (block.mlp for block in self.distinct_blocks())
-        return any(isinstance(one, Moe) and one.biases for one in mixtures)
+        parameters = (one for block in self.distinct_blocks() for one in block.parameters())
+        return any(one.expert is not None and one.name.endswith(".bias") for one in parameters)
 
     @property
     def whole_layers(self) -> str:

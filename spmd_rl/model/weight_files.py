@@ -95,12 +95,7 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """
     formats = file_formats()
     found = tensors_in(weight_files(folder), (*DTYPES, *SCALES, *formats, mxfp4.FILE_DTYPE))
-    for key in [key for key, one in found.items() if one.dtype == mxfp4.FILE_DTYPE]:
-        if key.endswith(mxfp4.CODES):
-            name = key.removesuffix(mxfp4.CODES)
-            found[name] = _in_mxfp4(found.pop(key), found.pop(name + mxfp4.SCALES, None))
-    if others := [one for one in found.values() if one.dtype == mxfp4.FILE_DTYPE]:
-        raise ConfigError(f"{others[0].path} holds {others[0].key} as {others[0].dtype}: {UNREAD}")
+    _read_mxfp4(found)
     for key in [key for key, one in found.items() if one.dtype in formats]:
         code_format, scales = formats[found[key].dtype], found.pop(scale_name(key), None)
         found[key] = _with_scales(found[key], scales, code_format)
@@ -126,11 +121,19 @@ def _with_scales(
     return codes._replace(scales=scales)
 
 
-def _in_mxfp4(codes: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
-    """Return experts in MXFP4. Raises: ConfigError for scales of another shape, or without any."""
-    found = () if scales is None else scales.shape
-    shape = mxfp4.shape_of(codes.shape, found, f"{codes.path}: {codes.key}")
-    return codes._replace(shape=shape, dtype=MXFP4, scales=scales)
+def _read_mxfp4(found: dict[str, StoredTensor]) -> None:
+    """Put experts in MXFP4 in place of their codes and scales.
+
+    Raises: ConfigError for codes without such scales, and for other bytes.
+    """
+    for key in [key for key in found if key.endswith(mxfp4.CODES)]:
+        codes, name = found.pop(key), key.removesuffix(mxfp4.CODES)
+        scales = found.pop(name + mxfp4.SCALES, None)
+        of_scales = () if scales is None else scales.shape
+        shape = mxfp4.shape_of(codes.shape, of_scales, f"{codes.path}: {key}")
+        found[name] = codes._replace(shape=shape, dtype=MXFP4, scales=scales)
+    for others in (one for one in found.values() if one.dtype == mxfp4.FILE_DTYPE):
+        raise ConfigError(f"{others.path} holds {others.key} as {others.dtype}: {UNREAD}")
 
 
 def tensors_in(files: Sequence[Path], dtypes: Container[str] = DTYPES) -> dict[str, StoredTensor]:

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
-from spmd_rl.kernels.attention.row_layout import KV_BLOCK, QUERY_TILE, RowLayout
+from spmd_rl.kernels.attention.row_layout import KV_BLOCK as KV_BLOCK
+from spmd_rl.kernels.attention.row_layout import QUERY_TILE, RowLayout
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import pad_columns
 
@@ -60,18 +61,23 @@ def _weights(
     Shape: q [K, B, R, D], k [K, B, W, D], unseen [B, r, W] with r <= R, sinks [K, 1, r, 1]; returns
     [K, B, r, W] and [K, B, r, 1].
     """
-    num_groups, batch, rows, dim = q.shape
-    keys, live = k.shape[2], unseen.shape[1]
-    product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
-    scores = product.view(num_groups, batch, rows, keys)[:, :, :live]
+    product = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
+    scores = product.unflatten(0, q.shape[:2])[:, :, : unseen.shape[1]]
     scores = torch.add(unseen, scores, alpha=scale)
     weights = scores.softmax(-1).to(q.dtype)
     if sinks is None:
         return weights, None
-    # the largest weight is one over the sum of exponentials of all keys
-    beside = (sinks - scores.amax(-1, keepdim=True)).exp_() * weights.amax(-1, keepdim=True)
-    share = beside.add_(1.0).reciprocal_()
+    share = _share(scores, weights, sinks)
     return weights * share, share
+
+
+def _share(scores: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
+    """Return what is left to the keys of a row beside its sink.
+
+    The largest weight is one over the sum of exponentials of all keys.
+    """
+    beside = (sinks - scores.amax(-1, keepdim=True)).exp_() * weights.amax(-1, keepdim=True)
+    return beside.add_(1.0).reciprocal_()
 
 
 _Range = tuple[slice, Tensor]  # of keys, and their gradients

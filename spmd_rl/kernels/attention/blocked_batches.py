@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.blocked import attention_of_rows
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
 from spmd_rl.kernels.attention.row_layout import (
     QUERY_TILE,
     RowLayout,
@@ -22,6 +21,7 @@ from spmd_rl.kernels.attention.row_layout import (
     lay_rows,
     token_order,
 )
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.runtime.padding import padded_rows, unpad_rows
 
 

@@ -19,7 +19,7 @@ from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
 from spmd_rl.kernels.attention.flash import pages_in_use, to_int32
 from spmd_rl.kernels.attention.flash_decode import is_rebuilt
 from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD
-from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, attend
 from spmd_rl.kernels.low_precision.kv_codes import (
     KvCoding,
     KvExponents,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import with_codes
-from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
-from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, TokenAttention, attend
 from spmd_rl.kernels.delta.states import PackedStates, Places, SequenceStates
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
@@ -44,7 +43,9 @@ class PackedAttention(TokenAttention):
         self._places: Places | None = None
         self._kernels: dict[tuple[int, int], AttentionKernel] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         shape = q.shape[-1], q.shape[1] // k.shape[1]
         if shape not in self._kernels:
             head_dim, heads_per_kv = shape

@@ -15,8 +15,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
-from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
-from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, TokenAttention, attend
 from spmd_rl.kernels.delta.states import (
     ALIGNMENT,
     SequenceStates,
@@ -262,7 +261,9 @@ class PagedAttention(TokenAttention):
         kernel = cache.backend.prefill(pages, num_keys, bounds, len(slots))
         return cls(cache, slots, kernel)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         self.cache.write(layer, self.slots, k, v)
         return self.read(layer, q, reach)
 

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
-from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, TokenAttention
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.runtime.differentiable import call
 
@@ -66,14 +65,15 @@ class SharedAttention(TokenAttention):
         self._attend = attend
         self._tokens = tokens
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         """Shape: q [N', H, D], k and v [N', K, D], with N' >= N; returns [N', H, D]."""
         tokens, size = self._tokens, self._tokens.group.size()
         by_rank = [one[: tokens.num_rows].unflatten(1, (size, -1)) for one in (q, k, v)]
         whole = call(_ToHeads, torch.cat(by_rank, 2), tokens)
         parts = whole.split([one.shape[2] for one in by_rank], 1)
-        if not reach.is_whole:
-            raise ContractError("ranks that share tokens attend to all keys, without sinks")
+        assert reach.is_whole, "ranks do not share layers with windows or sinks"
         out = self._attend(layer, *(one.contiguous() for one in parts))
         own = call(_ToTokens, out[: tokens.count], tokens)
         return _padded(own.flatten(1, 2), len(q))

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
+
+
+class Reach(NamedTuple):
+    """A query sees the last `window` keys up to its own; 0 stands for all of them.
+
+    With `sinks` [H], each head's softmax has one more logit, which has no value. So the weights of
+    keys add up to less than one.
+    """
+
+    window: int = 0
+    sinks: Tensor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all keys are seen, and nothing else."""
+        return self.window == 0 and self.sinks is None
+
+
+WHOLE = Reach()
+
+
+def attend(
+    kernel: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor, reach: Reach
+) -> Tensor:
+    """Call an attention kernel; only those of CPUs take a reach.
+
+    Raises: ConfigError for windows and sinks on a GPU.
+    """
+    if reach.is_whole:
+        return kernel(q, keys, values)
+    if q.device.type != "cpu":
+        raise ConfigError("attention in windows or with sinks has no kernel on GPUs yet")
+    return kernel(q, keys, values, reach)
 
 
 class TokenAttention(ABC):
@@ -21,7 +55,9 @@ class TokenAttention(ABC):
     """
 
     @abstractmethod
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         """Attend with queries and keys that are normed and rotated already."""
 
     @abstractmethod
@@ -54,4 +90,4 @@ class TokenAttention(ABC):
     ) -> Tensor:
         """Norm and rotate queries and keys as they were projected, then attend."""
         q, k = qk_norm_rope(q, k, norm, rotary)
-        return self(layer, q, k, v, reach)
+        return self(layer, q, k, v, reach=reach)

@@ -48,19 +48,24 @@ class _ClampedMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
-        g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
-        return (u.add_(1.0) * g).div_((g * -SHARPNESS).exp_().add_(1.0)).to(gate.dtype)
+        g, u, denominator = _clamped(gate, up, limit)
+        return (u * g).div_(denominator).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = (one.float() for one in ctx.saved_tensors)
-        g, u = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit)
-        sigmoid = (g * -SHARPNESS).exp_().add_(1.0).reciprocal_()
+        (gate, up), limit = ctx.saved_tensors, ctx.limit
+        g, u, denominator = _clamped(gate, up, limit)
+        sigmoid = denominator.reciprocal_()
         grad = grads[0].float() * sigmoid
-        of_gate = grad * (u + 1.0) * (1.0 + SHARPNESS * g * (1.0 - sigmoid)) * (gate <= ctx.limit)
-        of_up = grad * g * (up.abs() <= ctx.limit)
-        dtype = grads[0].dtype
-        return of_gate.to(dtype), of_up.to(dtype), None
+        of_up = grad * g * (up.abs() <= limit)
+        of_gate = grad * u * torch.lerp(SHARPNESS * g, g.new_zeros(()), sigmoid).add_(1.0)
+        return (of_gate * (gate <= limit)).to(gate.dtype), of_up.to(up.dtype), None
+
+
+def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gates, units plus one, and what the sigmoid divides by, all in fp32."""
+    g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+    return g, u.add_(1.0), (g * -SHARPNESS).exp_().add_(1.0)
 
 
 class _SigmoidMul(torch.autograd.Function):

@@ -18,7 +18,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_partial import flash_partial
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.moe.router import ExpertRoutes
@@ -221,8 +221,10 @@ class AutoSplits(TokenAttention):
         self.attend = attend
         self.step = replay.step
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
-        out = self.attend(layer, q, k, v, reach)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
+        out = self.attend(layer, q, k, v, reach=reach)
         if not reach.is_whole:
             return out
         kernel = self.attend.kernel

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention, TokenAttention
-from spmd_rl.kernels.attention.reach import WHOLE, Reach, attend
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, attend
 from spmd_rl.kernels.delta.states import SequenceStates
 from spmd_rl.microscope.taps.points import BEFORE, Point, know_points
 from spmd_rl.model.fused_projections import FusedProjections
@@ -105,7 +105,9 @@ class _HookedAttention(TokenAttention):
     def __init__(self, attend: TokenAttention, observe: Observe) -> None:
         self._attend, self._observe = attend, observe
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         return _attend_observed(self._attend, self._observe, layer, (q, k, v), reach)
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -119,7 +121,7 @@ def _attend_observed(
     inner: TokenAttention, observe: Observe, layer: int, rows: Sequence[Tensor], reach: Reach
 ) -> Tensor:
     q, k, v = (observe(Point(layer, op), x) for op, x in zip("qkv", rows, strict=True))
-    return observe(Point(layer, "attention"), inner(layer, q, k, v, reach))
+    return observe(Point(layer, "attention"), inner(layer, q, k, v, reach=reach))
 
 
 class _HookedPagedAttention(PagedAttention):
@@ -132,7 +134,9 @@ class _HookedPagedAttention(PagedAttention):
         super().__init__(attend.cache, attend.slots, attend.kernel, attend.tables, attend.states)
         self._attend, self._observe = attend, observe
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
+    ) -> Tensor:
         return _attend_observed(self._attend, self._observe, layer, (q, k, v), reach)
 
     def read(self, layer: int, q: Tensor, reach: Reach) -> Tensor:

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmd_rl.model.layers.moe import STACKED_IN_FILES
-
+# tensors of all experts of a layer, and what each expert's rows are, in order
+STACKED_IN_FILES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 BIAS = "_bias"  # how the name of the biases of all experts ends
 
 
 class ExpertPart(NamedTuple):
-    """An expert's tensor in a stacked one: `count` rows from `start` on, each `step`th.
+    """An expert's tensor in a stacked one: `size` rows from `start` on, each `step`th.
 
     With `is_transposed`, they are columns of what the folder has.
     """
 
     expert: int
     start: int
-    count: int
+    size: int
     step: int = 1
     is_transposed: bool = False
 
@@ -65,22 +65,19 @@ class FolderLayout:
         `in_rows` says that an interleaved weight is not transposed, as one in few bits.
         """
         is_bias = self.is_interleaved and kind.endswith(BIAS)
-        projections = STACKED_IN_FILES.get(kind.removesuffix(BIAS) if is_bias else kind, ())
-        if not projections or len(shape) != (2 if is_bias else 3):
+        names = STACKED_IN_FILES.get(kind.removesuffix(BIAS) if is_bias else kind, ())
+        if not names or len(shape) != (2 if is_bias else 3):
             return
         is_transposed = self.is_interleaved and not (is_bias or in_rows)
         num_experts, rows, *columns = (shape[0], *shape[:0:-1]) if is_transposed else shape
-        if rows % len(projections) == 0:  # else the shapes are refused
-            rows //= len(projections)
+        if rows % len(names) == 0:  # else the shapes are refused
+            rows //= len(names)
+        whose = "bias" if is_bias else "weight"
         for expert in range(num_experts):
-            for number, name in enumerate(projections):
-                where = (
-                    (number, rows, len(projections))
-                    if self.is_interleaved
-                    else (number * rows, rows, 1)
-                )
-                part = ExpertPart(expert, *where, is_transposed)
-                whose = "bias" if is_bias else "weight"
+            for number, name in enumerate(names):
+                part = ExpertPart(expert, number * rows, rows, 1, is_transposed)
+                if self.is_interleaved:
+                    part = part._replace(start=number, step=len(names))
                 yield NamedPart(f"{expert}.{name}.{whose}", (rows, *columns), part)
 
 

@@ -10,6 +10,7 @@ from spmd_rl.model.families.family import Blocks, Family
 from spmd_rl.model.families.folder_layout import INTERLEAVED
 from spmd_rl.model.json_fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.rope_spec import SPELLINGS, require_whole_heads
 
@@ -23,26 +24,32 @@ def _read(config: Fields) -> Blocks:
         raise ConfigError(f"{config.where}: rope_scaling is missing, which this family has")
     if config.number("swiglu_limit", LIMIT) != LIMIT:
         raise config.wrong("swiglu_limit", f"{LIMIT:g}, as transformers has it")
+    attention, experts = _attention(config), _experts(config)
+    in_window = replace(attention, window=config.count("sliding_window", 128))
+    blocks = {
+        kind: BlockSpec(one.hidden_size, one, experts)
+        for kind, one in ((WHOLE, attention), (WINDOW, in_window))
+    }
+    return tuple(blocks[kind] for kind in _kinds(config)), attention.head_dim
+
+
+def _attention(config: Fields) -> Gqa:
     config.value("rms_norm_eps")  # its default in this family is not that of others
-    bias = config.flag("attention_bias", True)
-    head_dim = config.count("head_dim", 64)
-    whole = read_attention(
+    bias, head_dim = config.flag("attention_bias", True), config.count("head_dim", 64)
+    return read_attention(
         config, head_dim, default_kv_heads=8, qkv_bias=bias, out_bias=bias, has_sinks=True
     )
-    in_window = replace(whole, window=config.count("sliding_window", 128))
-    experts, hidden = _experts(config), whole.hidden_size
-    kinds = {
-        WHOLE: BlockSpec(hidden, whole, experts),
-        WINDOW: BlockSpec(hidden, in_window, experts),
-    }
+
+
+def _kinds(config: Fields) -> list[str]:
+    """Return what each layer sees; without a word, every other one is in a window."""
     num_layers = config.count("num_hidden_layers", most=MOST_LAYERS)
-    types = config.raw.get("layer_types") or [
-        WHOLE if number % 2 else WINDOW for number in range(num_layers)
-    ]
-    is_list = isinstance(types, list) and len(types) == num_layers
-    if not is_list or any(one not in (WHOLE, WINDOW) for one in types):
+    usual = [WHOLE if number % 2 else WINDOW for number in range(num_layers)]
+    kinds = config.raw.get("layer_types") or usual
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or any(one not in (WHOLE, WINDOW) for one in kinds):
         raise config.wrong("layer_types", f"{WINDOW!r} or {WHOLE!r} for each of the layers")
-    return tuple(kinds[one] for one in types), head_dim
+    return kinds
 
 
 def _experts(config: Fields) -> Moe:

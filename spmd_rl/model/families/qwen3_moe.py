@@ -15,23 +15,26 @@ COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes the secon
 
 
 def _read(config: Fields) -> Blocks:
+    experts = _experts(config)
+    blocks, rotated = equal_blocks(config, qwen3_attention(config), experts)
+    are_dense = _dense_layers(config, len(blocks))
+    if any(are_dense):
+        mlp = Mlp(experts.hidden_size, config.count("intermediate_size"))
+        of_kinds = blocks[0], replace(blocks[0], mlp=mlp)
+        blocks = tuple(of_kinds[is_dense] for is_dense in are_dense)
+    return blocks, rotated
+
+
+def _experts(config: Fields) -> Moe:
     key = next((key for key in COUNTS if key in config.raw), COUNTS[0])
     num_experts = config.count(key, most=MOST_EXPERTS)
-    moe = Moe(
+    return Moe(
         config.count("hidden_size"),
         num_experts,
         config.count("num_experts_per_tok", most=num_experts),
         config.count("moe_intermediate_size"),
         normalizes_weights=config.flag("norm_topk_prob", False),
     )
-    blocks, rotated = equal_blocks(config, qwen3_attention(config), moe)
-    are_dense = _dense_layers(config, len(blocks))
-    if not any(are_dense):
-        return blocks, rotated
-    mlp = Mlp(moe.hidden_size, config.count("intermediate_size"))
-    dense = replace(blocks[0], mlp=mlp)
-    pairs = zip(blocks, are_dense, strict=True)
-    return tuple(dense if is_dense else sparse for sparse, is_dense in pairs), rotated
 
 
 def _dense_layers(config: Fields, num_layers: int) -> list[bool]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import QkNorm, Rotary, TokenAttention
-from spmd_rl.kernels.attention.reach import Reach
+from spmd_rl.kernels.attention.token_attention import Reach
 from spmd_rl.kernels.rowwise.activation import sigmoid_mul
 from spmd_rl.model.fused_projections import FusableLayer, project
 from spmd_rl.model.layers.norm_module import RmsNorm

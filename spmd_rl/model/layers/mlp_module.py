@@ -27,9 +27,10 @@ class GatedMlp(FusableLayer):
     def hidden(self, x: Tensor) -> Tensor:
         """Return what the down projection takes."""
         given = x, self.joined, self.gate_proj, self.up_proj
-        if self.limit:
-            return clamped_mul(*project(*given), self.limit)
-        return project_gated(*given)
+        if not self.limit:
+            return project_gated(*given)
+        gate, up = project(*given)
+        return clamped_mul(gate, up, self.limit)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.hidden(x))

@@ -25,8 +25,6 @@ MOE_RULE = "slots-fp32-v1"
 ROUTES = "routes"  # the point of a token's experts, and of their weights after these
 # SGLang's parameters of all experts of a layer, and what each expert's rows are, in order
 STACKED = {"w13_weight": PROJECTIONS[:2], "w2_weight": PROJECTIONS[2:]}
-# the same of folders that transformers wrote with save_original_format=False
-STACKED_IN_FILES = {"gate_up_proj": PROJECTIONS[:2], "down_proj": PROJECTIONS[2:]}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 

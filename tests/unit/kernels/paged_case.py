@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
-from spmd_rl.kernels.attention.reach import WHOLE, Reach
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.specs import kv_layers
 
@@ -48,7 +48,7 @@ def packed(
     reach: Reach = WHOLE,
 ) -> Tensor:
     attend = PackedAttention(np.array(lengths), device=q.device, split=split, exponents=exponents)
-    return attend(0, q, k, v, reach)
+    return attend(0, q, k, v, reach=reach)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
@@ -135,7 +135,7 @@ class Paged:
         pick = torch.from_numpy(np.concatenate(rows)).to(q.device)
         self.padded = not self.padded
         pad = pick.new_zeros(padded_rows(len(pick)) - len(pick) if self.padded else 0)
-        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)), self.reach)
+        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)), reach=self.reach)
         assert len(out) == len(pick) + len(pad)
         out = out[: len(pick)]
         self.done[names] += [chosen[name] for name in names]

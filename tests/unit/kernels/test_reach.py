@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.kernels.attention import blocked
-from spmd_rl.kernels.attention.reach import Reach, attend
+from spmd_rl.kernels.attention.token_attention import Reach, attend
 from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.unit.kernels.paged_case import Data, Heads, Paged, packed, qkv
 
@@ -113,7 +113,7 @@ def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(window: int) -> No
     attention = PackedAttention(
         np.array([prefix, *ends]), device=CPU, prefixes=np.array([-1, 0, 0], dtype=np.int32)
     )
-    shared = attention(0, *data, reach)
+    shared = attention(0, *data, reach=reach)
     begin = prefix
     for count in ends:
         rows = torch.cat([torch.arange(prefix), torch.arange(begin, begin + count)])

@@ -112,10 +112,10 @@ class Bent(TokenAttention):
     def __init__(self, attend: TokenAttention, of_q: Any, of_out: Any = lambda out: out) -> None:
         self.attend, self.of_q, self.of_out = attend, of_q, of_out
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *reach: Any) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **reach: Any) -> Tensor:
         if layer != LAYER:
-            return self.attend(layer, q, k, v, *reach)
-        return self.of_out(self.attend(layer, self.of_q(q), k, v, *reach))
+            return self.attend(layer, q, k, v, **reach)
+        return self.of_out(self.attend(layer, self.of_q(q), k, v, **reach))
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         return self.attend.history(layer, *rows)

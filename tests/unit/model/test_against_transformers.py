@@ -58,6 +58,15 @@ CONFIGS = {
     "qwen3-moe": transformers.Qwen3MoeConfig(
         **SMALL, head_dim=16, moe_intermediate_size=24, num_experts=7, num_experts_per_tok=3
     ),
+    "qwen3-moe-dense-layers": transformers.Qwen3MoeConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
     "qwen3-moe-normed": transformers.Qwen3MoeConfig(
         **SMALL,
         head_dim=16,
@@ -123,7 +132,15 @@ def _gradients(reference: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2.5", "llama3-biases", "qwen3-moe", "qwen3-moe-normed"]
+    "name",
+    [
+        "qwen3",
+        "qwen2.5",
+        "llama3-biases",
+        "qwen3-moe",
+        "qwen3-moe-dense-layers",
+        "qwen3-moe-normed",
+    ],
 )
 def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
     reference, ours = _reference(name, tmp_path), _ours(tmp_path)

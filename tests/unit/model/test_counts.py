@@ -23,7 +23,7 @@ from spmd_rl.train.kinds import kind_of
 from spmd_rl.train.megatron.config import MegatronConfig
 from tests.backends import megatron_case
 from tests.specs import dense_spec, with_experts
-from tests.unit.model import hybrids, test_latents
+from tests.unit.model import hybrids, test_gpt_oss, test_latents
 
 GLM = {
     "model_type": "glm4_moe",
@@ -38,6 +38,7 @@ CONFIGS = {
     **megatron_case.FAMILIES,
     "glm4_moe": GLM,
     "deepseek_v3": LATENTS,
+    "gpt_oss": test_gpt_oss.BASE,
     "glm4_moe_lite": LATENTS | test_latents.CONFIGS["as GLM-4.7-Flash"],
     **hybrids.CONFIGS,
 }

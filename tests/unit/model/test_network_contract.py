@@ -58,6 +58,8 @@ LAYERS_OTHERWISE = {
     "qk_norm": False,
     "zero_centred": True,
     "gated": True,
+    "window": 7,
+    "has_sinks": True,
     "intermediate_size": 96,
     "bias": True,
 }
