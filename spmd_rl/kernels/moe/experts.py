@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.low_precision.block_codes import Weight
 from spmd_rl.kernels.moe.coded_grouped_triton import coded_grouped_matmul
 from spmd_rl.kernels.moe.combine_triton import gated_gradients, sum_slots
@@ -33,6 +34,7 @@ from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import dense
 
 Weights = Sequence[Weight]  # one of each expert
+ONES = 16  # columns of the product that sums gradients of biases
 
 
 class ExpertWeights(NamedTuple):
@@ -92,11 +94,19 @@ def _product(
     gathers: bool = False,
     gated: bool = False,
     scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `grouped_matmul` in this tile; of codes with their own tiles."""
+    """Return `grouped_matmul` in this tile; of codes with their own tiles.
+
+    Raises: ConfigError for codes whose products are to be rounded to another dtype than x's.
+    """
     if weights.scales is not None:
+        if dtype is not None:
+            raise ConfigError("experts with biases have no kernel for weights in few bits on GPUs")
         return coded_grouped_matmul(x, weights, order, gathers=gathers, gated=gated, scales=scales)
-    return grouped_matmul(x, weights, order, tile, gathers=gathers, gated=gated, scales=scales)
+    return grouped_matmul(
+        x, weights, order, tile, gathers=gathers, gated=gated, scales=scales, dtype=dtype
+    )
 
 
 def _order_for_sums(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
@@ -163,32 +173,42 @@ def grouped_linear(
     name: str,
     *,
     gathers: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return each row times the weight of its expert, as `linear` of the expert alone would.
 
-    `name` is the weights' in `kept`, for passes without gradients.
+    It is rounded to x's dtype, or to `dtype`. `name` is the weights' in `kept`, for passes without
+    gradients.
     Shape: x [T, C] where it gathers, else [S, C]; weights [N, C] each; returns [S, N].
     """
     if not torch.is_grad_enabled():
         tiles = _tiles_of(order)
-        return _product(dense(x), kept.of(name, [weights]), order, tiles.up, gathers=gathers)
-    out: Tensor = _GroupedLinear.apply(dense(x), order, gathers, *weights)
+        table = kept.of(name, [weights])
+        return _product(dense(x), table, order, tiles.up, gathers=gathers, dtype=dtype)
+    out: Tensor = _GroupedLinear.apply(dense(x), order, gathers, dtype, *weights)
     return out
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: DeviceOrder, gathers: bool, *weights: Tensor) -> Tensor:
-        tiles = _tiles_of(order)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        order: DeviceOrder,
+        gathers: bool,
+        dtype: torch.dtype | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        tiles, table = _tiles_of(order), addresses([weights])
         ctx.order, ctx.gathers = order, gathers
         ctx.save_for_backward(x, *weights)
-        return grouped_matmul(x, addresses([weights]), order, tiles.up, gathers=gathers)
+        return grouped_matmul(x, table, order, tiles.up, gathers=gathers, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         order, gathers = ctx.order, ctx.gathers
-        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
         grad, of_x = dense(grads[0].to(x.dtype)), None
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if needs_x:
@@ -196,17 +216,48 @@ class _GroupedLinear(torch.autograd.Function):
             of_x = sum_slots(of_x, order) if gathers else of_x
         if any(needs):
             of_weights = grouped_outer(grad, x, order, OUTER, gathers_x=gathers).unbind()
-        return of_x, None, None, *of_weights
+        return of_x, None, None, None, *of_weights
 
 
-def scaled_sum(y: Tensor, scales: Tensor, order: DeviceOrder) -> Tensor:
+def add_biases(
+    product: Tensor, biases: Sequence[Tensor], order: DeviceOrder, dtype: torch.dtype
+) -> Tensor:
+    """Add the bias of each row's expert, and round once to `dtype`.
+
+    Shape: product [S, N] fp32, biases [N] each; returns [S, N].
+    """
+    return call(_AddBiases, product, order, dtype, *biases)
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: Tensor, order: DeviceOrder, dtype: torch.dtype, *biases: Tensor
+    ) -> Tensor:
+        ctx.order, ctx.dtype = order, biases[0].dtype
+        row = torch.arange(len(product), dtype=order.starts.dtype, device=product.device)
+        expert = torch.searchsorted(order.starts[1:], row, right=True)
+        of_rows = torch.stack(biases).index_select(0, expert.clamp_(max=len(biases) - 1))
+        return (product + of_rows).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = dense(grads[0].to(ctx.dtype))
+        ones = grad.new_ones(len(grad), ONES)  # a product's columns, all alike
+        sums = grouped_outer(grad, ones, ctx.order, OUTER)
+        return grads[0].float(), None, None, *sums[:, :, 0].unbind()
+
+
+def scaled_sum(
+    y: Tensor, scales: Tensor, order: DeviceOrder, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return each token's sum over slots of `y` times the weight of the slot, rounded before.
 
-    Shape: y [S, C], scales [T, K] fp32; returns [T, C].
+    That is to y's dtype, or to `dtype`. Shape: y [S, C], scales [T, K] fp32; returns [T, C].
     """
     flat = scales.flatten().unsqueeze(1)
     by_row = call(_Permuted, flat, order.slots, order.rows.flatten())
-    out: Tensor = call(_SumSlots, (y.float() * by_row).to(y.dtype), order)
+    out: Tensor = call(_SumSlots, (y.float() * by_row).to(dtype or y.dtype), order)
     return out
 
 

@@ -28,7 +28,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def clamped_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """Return (u + 1) * g * sigmoid(1.702 g), of a gate and of units that are kept within `limit`.
 
-    A gate has no lower limit. On CPUs only. Shape: as `silu_mul`. Source: OpenAI's gpt-oss (2025).
+    A gate has no lower limit. Shape: as `silu_mul`. Source: OpenAI's gpt-oss (2025).
     """
     out = call(_ClampedMul, gate, up, limit)
     recomputable([out], lambda: [_ClampedMul.apply(gate.detach(), up.detach(), limit)])

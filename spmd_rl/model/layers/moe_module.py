@@ -77,7 +77,7 @@ class MoeMlp(nn.Module):
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalizes_weights = normalizes_weights
-        self.sigmoid = sigmoid
+        self.sigmoid, self.limit = sigmoid, limit
         self.scores, self.chosen = nn.Identity(), nn.Identity()  # what the microscope watches
         self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
         self.replay: RouteReplay | None = None  # of what an engine recorded, in a trainer's pass
@@ -120,10 +120,12 @@ class MoeMlp(nn.Module):
 
         def routed(x: Tensor, routes: ExpertRoutes) -> Tensor:
             projections = [self._projection(name) for name in PROJECTIONS]
-            if all(one.a is None for one in projections):
+            if all(one.is_plain for one in projections):
                 weights = ExpertWeights(*(one.weights for one in projections))
                 return experts_output(x, routes, weights, self._kept)
-            return adapted_output(x, routes, AdaptedExperts(*projections), self._kept)
+            gate, up, down = projections
+            experts = AdaptedExperts(gate, up, down, self.limit)
+            return adapted_output(x, routes, experts, self._kept)
 
         routes = self._chosen(logits, self._watched_at_once, self.weighted_at_once)
         return self._with_shared(x, routes, routed)
@@ -303,7 +305,8 @@ class MoeMlp(nn.Module):
         weights, pairs = [one.operand for one in layers], [one.adapter for one in layers]
         adapters = [pair for pair in pairs if pair is not None]
         if not adapters:
-            return Projection(name, weights, None, None, 1.0)
+            biases = None if layers[0].bias is None else [one.bias for one in layers]
+            return Projection(name, weights, None, None, 1.0, biases)
         a, b = zip(*adapters, strict=True)
         return Projection(name, weights, a, b, layers[0].scale)
 

@@ -194,7 +194,8 @@ def _at_once(sent: Dispatched, projections: Sequence[Copies], kept: KeptAddresse
     if all(len(one.tensors) == 1 for factors in flat for one in factors):
         own = ExpertWeights(*([one.tensors[0] for one in factors] for factors in flat))
         return experts_output(x, routes, own, kept)[: len(sent.rows)]
-    adapted = AdaptedExperts(*map(_projection, PROJECTIONS, flat))
+    gate, up, down = map(_projection, PROJECTIONS, flat)
+    adapted = AdaptedExperts(gate, up, down)
     return adapted_output(x, routes, adapted, kept)[: len(sent.rows)]
 
 

@@ -60,12 +60,17 @@ def mixture(
     state: dict[str, Tensor],
     rank: int = 0,
     shared: int = 0,
+    limit: float = 0.0,
 ) -> MoeMlp:
     """Return a mixture with the weights in `state`, and adapters of a rank if there is one.
 
+    With a limit, it has biases.
+
     With a shared expert, its router is one of sigmoids, which chooses one of two groups.
     """
-    module = Moe(*sizes, normalizes, shared, SigmoidRouter(2, 1, 2.5) if shared else None).module(0)
+    sigmoid = SigmoidRouter(2, 1, 2.5) if shared else None
+    layer = Moe(*sizes, normalizes, shared, sigmoid, biases=limit > 0, limit=limit)
+    module = layer.module(0)
     assert isinstance(module, MoeMlp)
     for expert in module.experts if rank else ():
         for layer in expert.children():
@@ -76,16 +81,16 @@ def mixture(
 
 def forward_and_gradients(
     sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int, shared: int,
-    x: Tensor, pull: Tensor,
+    x: Tensor, pull: Tensor, limit: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the output with and without gradients, and the gradients of x and all weights."""
     use_small_tiles()
-    module = mixture(sizes, normalizes, state, rank, shared)
+    module = mixture(sizes, normalizes, state, rank, shared, limit)
     x = x.requires_grad_()
-    out = module.all_at_once(x, x @ module.gate.weight.t())
+    out = module.all_at_once(x, module.gate(x))
     out.backward(pull)
     with torch.no_grad(), hashed_routes() as hashed:
-        alone = module.all_at_once(x, x @ module.gate.weight.t())
+        alone = module.all_at_once(x, module.gate(x))
     found = {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
     return {"x": x.grad, "out": out.detach(), "alone": alone, "hash": hashed.state, **found}
 

@@ -70,6 +70,27 @@ def test_outputs_and_gradients_are_those_of_one_expert_after_the_other(tmp_path:
             torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-3, msg=name)
 
 
+def test_experts_with_biases_are_those_of_one_after_the_other(tmp_path: Path) -> None:
+    calls, wanted = [], []
+    for sizes, tokens in (((24, 6, 2, 16), 21), ((32, 4, 3, 40), 5), ((16, 5, 2, 16), 1)):
+        module = Moe(*sizes, biases=True, limit=1.5).module(0)
+        assert isinstance(module, MoeMlp)
+        for number, parameter in enumerate(module.parameters()):
+            parameter.data = drawn(*parameter.shape, seed=number) * 0.7
+        state = {name: one.detach().clone() for name, one in module.named_parameters()}
+        x, pull = drawn(tokens, sizes[0]), drawn(tokens, sizes[0], seed=1)
+        calls.append((sizes, True, state, 0, 0, x.clone(), pull, 1.5))
+        out = module(x.requires_grad_())
+        out.backward(pull)
+        gradients = {name: one.grad for name, one in module.named_parameters()}
+        wanted.append({"out": out.detach(), "alone": out.detach(), "x": x.grad, **gradients})
+    found = results(Calls(CALLS, "forward_and_gradients", {}, calls), tmp_path)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() - {"hash"} == other.keys()
+        for name, value in other.items():
+            torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-3, msg=name)
+
+
 def test_codes_have_the_bits_of_what_they_stand_for(tmp_path: Path) -> None:
     """Over several blocks of both weights, with experts without tokens, and for one token."""
     calls = []
