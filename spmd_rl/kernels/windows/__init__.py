@@ -1,0 +1,1 @@
+"""Attention in windows and with sinks on NVIDIA GPUs."""

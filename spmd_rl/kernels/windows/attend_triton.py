@@ -1,0 +1,137 @@
+"""Attention in a window on NVIDIA GPUs: each query sees the last keys up to its own.
+
+A program takes a tile of one sequence's rows, which are pairs of a token and a query head of one
+key-value head, through the blocks of keys that one of the rows sees. Blocks begin at multiples of
+their size from the start of the sequence, and a block that a row does not see leaves it unchanged.
+So a row has the same bits in packed sequences and in pages, whatever is in its tile.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_rl.kernels.latents.attend_triton import LOG2_E, rows_of
+from spmd_rl.kernels.latents.tiles import LatentTiles
+from spmd_rl.kernels.runtime.padding import dense
+
+ROWS, KEYS = 64, 64  # of a program, and of a block
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+
+
+class Attended(NamedTuple):
+    """What attention gives [T', H, D], and the logs to base 2 of its denominators [T', H] fp32."""
+
+    out: Tensor
+    log_sum: Tensor
+
+
+def attend_in_window(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    tiles: LatentTiles,
+    page_size: int,
+) -> Attended:
+    """Attend in float32 to keys of which `tiles` say where they lie.
+
+    Weights are rounded to the dtype of keys, and the result once. A sink is in the denominator.
+    Shape: q [T', H, D]; keys and values [S, K, D], contiguous; sinks [H]. Tokens of no tile have
+    unset results.
+    """
+    q, (num_keys, kv_heads, dim) = dense(q), keys.shape
+    found = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
+    _attend[(tiles.number, kv_heads)](
+        q, keys, values, q if sinks is None else dense(sinks), *found, tiles.table, tiles.pages,
+        tiles.number, tiles.unit, window, kv_heads, q.shape[1] // kv_heads, dim,
+        max(16, triton.next_power_of_2(dim)), sinks is not None, ROWS, KEYS, page_size, **OPTIONS,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def rows_at(
+    x, row, is_there, head, HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where the elements of `head` [N] lie in rows [N] of x [.., HEADS, DIM], and which
+    are there.
+    """
+    column = tl.arange(0, DIMS)[None, :]
+    at = x + ((row * HEADS + head) * DIM)[:, None] + column
+    return at, is_there[:, None] & (column < DIM)
+
+
+@triton.jit
+def queries_of(
+    table, num_tiles, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """Return a tile's tokens and query heads, which rows are used, their positions, the tokens
+    that they see, and where their sequence's pages begin.
+    """
+    pair, is_used, position, end, page = rows_of(table, num_tiles, GROUP, ROWS)
+    head = tl.program_id(1) * GROUP + pair % GROUP
+    return pair // GROUP, head, is_used, position, end, page
+
+
+@triton.jit
+def keys_at(
+    pages, page, place, is_there, unit, PAGE: tl.constexpr
+) -> tl.tensor:
+    """Return the rows of keys and values at places of a sequence."""
+    first = tl.load(pages + page + place // PAGE, mask=is_there, other=0).to(tl.int64)
+    return first * unit + place % PAGE
+
+
+@triton.jit
+def is_seen(place, position, window) -> tl.tensor:
+    """Return whether a query at a position sees the key at a place."""
+    return (place <= position) & (place > position - window)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "unit", "window"])
+def _attend(
+    q, keys, values, sinks, out, log_sum, table, pages, num_tiles, unit, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+) -> None:  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    token, head, is_used, position, end, page = queries_of(table, num_tiles, GROUP, HEADS, ROWS)
+    at, is_there = rows_at(q, token, is_used, head, HEADS, DIM, DIMS)
+    query = tl.load(at, mask=is_there, other=0.0)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, DIMS], tl.float32)
+    own = tl.zeros([KEYS], tl.int64) + tl.program_id(1)
+    first = tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS
+    for start in range(first, end, KEYS):
+        place = start + tl.arange(0, KEYS)
+        row = keys_at(pages, page, place, place < end, unit, PAGE)
+        of_keys, is_key = rows_at(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
+        of_values, _ = rows_at(values, row, place < end, own, KV_HEADS, DIM, DIMS)
+        key, value = tl.load(of_keys, mask=is_key, other=0.0), tl.load(of_values, mask=is_key, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
+        score = tl.where(is_seen(place[None, :], position[:, None], window), score, -float("inf"))
+        better = tl.maximum(best, tl.max(score, 1))
+        # of a row that has seen no key yet, no number is made of infinities
+        least = tl.where(better == -float("inf"), 0.0, better)
+        weight, kept = tl.exp2(score - least[:, None]), tl.exp2(best - least)
+        total = total * kept + tl.sum(weight, 1)
+        weighted = tl.dot(
+            weight.to(value.dtype), value, weighted * kept[:, None], input_precision="ieee"
+        )
+        best = better
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_used, other=0.0).to(tl.float32) * LOG2_E
+        total += tl.exp2(sink - best)
+    result = weighted / total[:, None]
+    result = tl.where(result == 0, 0.0, result)  # a block that a row does not see makes +0 of -0
+    at, is_there = rows_at(out, token, is_used, head, HEADS, DIM, DIMS)
+    tl.store(at, result.to(out.dtype.element_ty), mask=is_there)
+    tl.store(log_sum + token * HEADS + head, best + tl.log2(total), mask=is_used)

@@ -1,0 +1,110 @@
+"""Attention in windows for packed sequences and for pages of a cache, on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels.attention.token_attention import Reach
+from spmd_rl.kernels.latents.tiles import (
+    PAGE,
+    LatentTiles,
+    Sequences,
+    sequences_of,
+    tiles_of,
+)
+from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.windows.sinks import gradient_of_sinks
+
+
+class PagedWindows:
+    """Attention of new tokens to the pages of their sequences, in windows.
+
+    Shape: as `flash.PagedFlash`, with `bounds` [B + 1]; nothing is read on the host.
+    """
+
+    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int) -> None:
+        batch, width = pages.shape
+        self._first = torch.arange(batch, device=pages.device) * width
+        self._given = bounds, num_keys, pages.flatten()
+        self._num_tokens = num_tokens
+        self._tiles: dict[int, LatentTiles] = {}
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach) -> Tensor:
+        from spmd_rl.kernels.windows.attend_triton import attend_in_window
+
+        page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+        if group not in self._tiles:
+            given = Sequences(*self._given, self._first, page_size)
+            self._tiles[group] = _row_tiles(given, group, self._num_tokens)
+        pages = keys.flatten(0, 1), values.flatten(0, 1), reach.sinks, reach.window
+        return attend_in_window(q, *pages, self._tiles[group], page_size).out
+
+
+class PackedWindows:
+    """Attention within sequences laid end to end, in windows, differentiable.
+
+    Shape: q [T', H, D], k and v [T', K, D], T' the number of tokens or that padded to the row tile.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
+        self._lengths, self._device = lengths, device
+        self._tiles: dict[tuple[int, int], tuple[LatentTiles, LatentTiles]] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
+        kind = len(q), q.shape[1] // k.shape[1]
+        if kind not in self._tiles:
+            self._tiles[kind] = self._cut(*kind)
+        return call(_PackedWindows, q, k, v, reach.sinks, reach.window, self._tiles[kind])
+
+    def _cut(self, num_rows: int, group: int) -> tuple[LatentTiles, LatentTiles]:
+        """Return the tiles of rows, and of keys. Padding is one more sequence."""
+        padding = num_rows - int(self._lengths.sum())
+        lengths = np.append(self._lengths, padding) if padding else self._lengths
+        given = sequences_of(lengths, self._device)
+        return _row_tiles(given, group, num_rows), tiles_of(given, 1, PAGE, len(given.pages))
+
+
+class _PackedWindows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int,
+        tiles: tuple[LatentTiles, LatentTiles],
+    ) -> Tensor:
+        from spmd_rl.kernels.windows.attend_triton import attend_in_window
+
+        q, k, v = dense(q), dense(k), dense(v)
+        found = attend_in_window(q, k, v, sinks, window, tiles[0], PAGE)
+        ctx.save_for_backward(q, k, v, sinks, *found)
+        ctx.tiles, ctx.window = tiles, window
+        return found.out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from spmd_rl.kernels.windows.attend_triton import Attended
+        from spmd_rl.kernels.windows.gradients_triton import Rows, window_gradients
+
+        q, k, v, sinks, *found = ctx.saved_tensors
+        attended, grad = Attended(*found), dense(grads[0])
+        made = window_gradients(Rows(q, k, v), attended, grad, ctx.window, *ctx.tiles, PAGE)
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = gradient_of_sinks(sinks, attended.log_sum * LOG_2, made.inner)
+        return made.q, made.k, made.v, of_sinks, None, None
+
+
+def _row_tiles(given: Sequences, group: int, num_tokens: int) -> LatentTiles:
+    """Cut the rows of at most `num_tokens` tokens, of each key-value head."""
+    from spmd_rl.kernels.windows.attend_triton import ROWS
+
+    return tiles_of(given, group, ROWS, num_tokens * group // ROWS + len(given.num_keys))
