@@ -38,10 +38,10 @@ GRADIENT_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
     """Compute softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
-    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B,
-    R, D], unset in the layout's padding.
+    Shape: q [K, B, R, D] with R a multiple of the query tile, k [K, B, S, D] and v [K, B, S, V];
+    returns [K, B, R, V], unset in the layout's padding.
     """
-    dim, wide = q.shape[-1], torch.promote_types(q.dtype, torch.float32)
+    dim, wide = v.shape[-1], torch.promote_types(q.dtype, torch.float32)
     padded = (pad_columns(x.to(wide)) for x in (q, k, v))
     out = call(_BlockedAttention, *padded, layout, scale).to(q.dtype)
     return out if out.shape[-1] == dim else out[..., :dim]
@@ -71,7 +71,7 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         num_rows, width, kept = layout.num_used, layout.num_keys, None
         for rows in _row_slices(q, k, num_rows):
             live = slice(rows.start, min(rows.stop, num_rows))

@@ -241,7 +241,7 @@ class AutoSplits(TokenAttention):
         num_keys = kernel.num_keys.long()
         batch = len(num_keys)
         pages = kernel.pages.long()
-        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.layers[layer])
+        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.keys_of(layer))
         max_splits = max(self._max_splits(batch), 1)
         splits = (num_keys // SPLIT_BLOCK).clamp(1, max_splits)
         outs, log_sums = [], []
@@ -273,7 +273,7 @@ class AutoSplits(TokenAttention):
         slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
         keys, values = (
             cached.transpose(0, 1).index_select(0, slots.to(cached.device))
-            for cached in self.attend.cache.layers[layer]
+            for cached in self.attend.cache.keys_of(layer)
         )
         return keys, values
 

@@ -56,14 +56,15 @@ class LatentAttention(nn.Module):
         latent, turning = self.kv_a_proj_with_mqa(x).split([latent_dim, rotary_dim], -1)
         if self.interleaved:
             turned, turning = _halves(turned), _halves(turning)
-        key = torch.cat([turning, self.kv_a_layernorm(latent)[0]], -1).unsqueeze(1)
+        value = self.kv_a_layernorm(latent)[0].unsqueeze(1)
+        key = torch.cat([turning.unsqueeze(1), value], -1)
         of_heads = self.kv_b_proj.weight.to(x.dtype).unflatten(0, (-1, plain_dim + value_dim))
         to_keys, to_values = of_heads.split([plain_dim, value_dim], 1)
         absorbed = _of_each_head(plain, to_keys.transpose(1, 2))
         query = torch.cat([turned, absorbed], -1) * self.factor
         norm = QkNorm(None, None, EPS)
-        out = attend.rotate_and_attend(self.number, query, key, key, norm, rotary)
-        return self.o_proj(_of_each_head(out[..., rotary_dim:], to_values).flatten(1))
+        out = attend.rotate_and_attend(self.number, query, key, value, norm, rotary)
+        return self.o_proj(_of_each_head(out, to_values).flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
         if not self.query_rank:
