@@ -78,7 +78,7 @@ def tiles_of(given: Sequences, heads: int, height: int, most: int) -> LatentTile
     numbers = (counts + (height - 1)) // height
     owner, nth = _owners(numbers, most)
     known = [given.bounds[:-1], counts, given.num_keys - lengths, given.first_page]
-    facts = pad(torch.stack(known), (0, 1))  # nobody has no rows
+    facts = pad(torch.stack(known).int(), (0, 1))  # nobody has no rows
     table = torch.cat([facts[:, owner], (nth * height).int()[None]])
     return LatentTiles(table, height, given.pages.int(), given.unit)
 
