@@ -15,6 +15,7 @@ from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import Request
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, unequal, workload
 from tests.gpu.rollout.test_states import mismatched
 from tests.samples import Samples, finish
@@ -66,13 +67,30 @@ def single(latents: CausalLM) -> Samples:
 def test_graphs_give_the_samples_of_single_steps(
     latents: CausalLM, single: Samples, max_batch: int
 ) -> None:
-    """Also from prefixes, after forks, and with few pages, for which rows are preempted."""
+    """Also from prefixes and after forks, with few pages."""
     engine = new_engine(latents, replace(CONFIG, max_batch=max_batch, num_pages=60))
     for _ in range(2):
         assert unequal(finish(engine, workload()), single) == 0
     stats = engine.stats()
     assert stats["num_graphs"] > 2 and stats["num_hit_tokens"] > 0
     assert stats["num_copied_tails"] > 0
+
+
+def test_preemption_changes_nothing(latents: CausalLM) -> None:
+    requests = [
+        Request(
+            one.uid,
+            one.index,
+            one.prompt,
+            replace(one.sampling, max_tokens=200, stop_ids=()),
+            seed=one.seed,
+        )
+        for one in workload()[:16]
+    ]
+    few = new_engine(latents, replace(CONFIG, num_pages=18, prefix_cache=False))
+    found = finish(few, requests)
+    assert few.stats()["num_preemptions"] > 0
+    assert unequal(found, finish(new_engine(latents, CONFIG), requests)) == 0
 
 
 def test_the_trainers_pass_has_the_same_bits(latents: CausalLM, single: Samples) -> None:
