@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels.latents.of_heads import linear_of_heads
 from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
 from spmd_rl.kernels.runtime.padding import pad_rows
 from spmd_rl.model.layers.layer import CacheSpec
@@ -172,6 +173,28 @@ def test_a_whole_prompt_has_the_bits_of_single_tokens(rows: LatentRows, sizes: L
         at = torch.tensor([begin + place, 0, 0, 0], device=DEVICE)
         out = attend(call, rows.q[at], rows.keys[at], sizes)
         assert torch.equal(out[0], expected[place])
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128), (192, 512)])
+def test_products_of_heads(inputs: int, outputs: int) -> None:
+    """Float64's numbers, gradients too, and a token's bits alone and beside others."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shapes = (300, 20, inputs), (20, outputs, inputs), (300, 20, outputs)
+    x, weights, grad = (
+        torch.randn(one, device=DEVICE, generator=generator).bfloat16() for one in shapes
+    )
+    ours = [one.clone().requires_grad_() for one in (x, weights)]
+    theirs = [one.double().requires_grad_() for one in (x, weights)]
+    out = linear_of_heads(ours[0], ours[1])
+    expected = torch.einsum("thi,hoi->tho", theirs[0], theirs[1])
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert (out - expected).norm() <= 4e-3 * expected.norm()
+    for one, two in zip(ours, theirs, strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad - two.grad).norm() <= 4e-3 * two.grad.norm()
+    for start, stop in [(0, 1), (7, 8), (63, 65), (100, 300)]:
+        assert torch.equal(linear_of_heads(x[start:stop], weights), out[start:stop])
 
 
 def test_control_other_blocks_of_keys_have_other_bits(

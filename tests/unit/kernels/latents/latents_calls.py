@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.latents.backend import PackedLatents, PagedLatents
+from spmd_rl.kernels.latents.of_heads_triton import products_of_heads
 from spmd_rl.kernels.latents.tiles import LatentSizes
 
 CPU = torch.device("cpu")
@@ -39,3 +40,10 @@ def paged(
     sizes = LatentSizes(latent, q.shape[-1] - latent)
     attend = PagedLatents(pages.int(), num_keys, bounds, len(q) + 9, sizes)
     return attend(q, keys, keys)
+
+
+def products(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Also return the products of a slice of x with weights that are turned around."""
+    turned = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.cat([x, x], -1)[..., : x.shape[-1]]
+    return products_of_heads(x, weights), products_of_heads(wide, turned)

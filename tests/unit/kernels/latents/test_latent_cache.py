@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.latents import backend
 from spmd_rl.kernels.latents.tiles import LatentSizes
@@ -92,6 +92,10 @@ def test_the_published_sizes_take_1152_bytes_of_a_token(
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(BASE | CONFIGS["as Moonlight"] | sizes))
     assert cache_token_bytes(read_spec(tmp_path), 2) == 3 * 1152
+
+
+def test_the_contract_says_which_form_runs() -> None:
+    assert contract(CPU, torch.float32)["mla"] == "absorbed-v1"
 
 
 def test_attention_is_that_of_float64(rows: tuple[Tensor, Tensor]) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
 
 pytest.importorskip("triton")
 
-from spmd_rl.kernels.latents import attend_triton, gradients_triton
+from spmd_rl.kernels.latents import attend_triton, gradients_triton, of_heads_triton
 from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, spilled_bytes
 from tests.unit.kernels.interpreted import Calls, results
 from tests.unit.kernels.latents import latents_calls
@@ -79,6 +80,18 @@ def test_a_sequence_has_its_bits_in_packs_and_in_pages(tmp_path: Path) -> None:
             assert torch.equal(out, together[tokens_of(LENGTHS, step)])
 
 
+def test_heads_are_multiplied_with_their_own_weights(tmp_path: Path) -> None:
+    given = [
+        (torch.randn(tokens, 3, inputs), torch.randn(3, outputs, inputs))
+        for tokens, inputs, outputs in [(1, 64, 16), (70, 100, 72)]
+    ]
+    for (x, weights), found in zip(
+        given, results(Calls(CALLS, "products", {}, given), tmp_path), strict=True
+    ):
+        expected = torch.einsum("thi,hoi->tho", x.double(), weights.double())
+        assert close(found[0], expected) and torch.equal(found[0], found[1])
+
+
 def test_kernels_fit_a_hopper_gpu() -> None:
     """With the sizes of published models, and few registers in memory."""
     sizes = LatentSizes(512, 64)
@@ -98,3 +111,26 @@ def test_kernels_fit_a_hopper_gpu() -> None:
         assert one.metadata.shared <= SHARED_BYTES
         assert "wgmma.mma_async" in one.asm["ptx"] and "mma.sync" not in one.asm["ptx"]
         assert spilled_bytes(one.asm["ptx"]) < 400
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128)])
+def test_products_of_heads_fit_too(inputs: int, outputs: int) -> None:
+    x, weights = torch.zeros(5, 16, inputs).bfloat16(), torch.zeros(16, outputs, inputs).bfloat16()
+    compiled = compiled_of(
+        of_heads_triton._multiply, lambda: of_heads_triton.products_of_heads(x, weights)
+    )
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and spilled_bytes(compiled.asm["ptx"]) == 0
+
+
+def test_facts_say_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    cuda = torch.device("cuda")
+    facts = attention_backend(576, torch.bfloat16, cuda, latent_dim=512).facts()
+    assert facts == {
+        "attention": "latents in ascending blocks",
+        "attention_tile": "64, 64, 8, 2",
+    }
+    capability[0] = (10, 0)
+    facts = attention_backend(576, torch.bfloat16, cuda, latent_dim=512).facts()
+    assert facts["attention"] == "latents in ascending blocks, not compared"
