@@ -9,6 +9,7 @@ from torch import Tensor
 from spmd_rl.kernels.latents.backend import PackedLatents, PagedLatents
 from spmd_rl.kernels.latents.of_heads_triton import products_of_heads
 from spmd_rl.kernels.latents.tiles import LatentSizes
+from spmd_rl.kernels.rowwise.kv_write_triton import write_rows
 
 CPU = torch.device("cpu")
 
@@ -47,3 +48,8 @@ def products(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     turned = weights.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.cat([x, x], -1)[..., : x.shape[-1]]
     return products_of_heads(x, weights), products_of_heads(wide, turned)
+
+
+def written(keys: Tensor, slots: Tensor, k: Tensor) -> Tensor:
+    write_rows(keys, None, slots, k, k, None)
+    return keys

@@ -80,6 +80,14 @@ def test_a_sequence_has_its_bits_in_packs_and_in_pages(tmp_path: Path) -> None:
             assert torch.equal(out, together[tokens_of(LENGTHS, step)])
 
 
+def test_keys_are_written_where_no_values_are(tmp_path: Path) -> None:
+    keys, k = torch.zeros(3, PAGE, 1, 24), torch.randn(5, 1, 24)
+    slots = torch.tensor([70, -1, 0, 191])
+    (found,) = results(Calls(CALLS, "written", {}, [(keys, slots, k)]), tmp_path)
+    keys.flatten(0, 1)[slots[[0, 2, 3]]] = k[[0, 2, 3]]
+    assert torch.equal(found, keys)
+
+
 def test_heads_are_multiplied_with_their_own_weights(tmp_path: Path) -> None:
     given = [
         (torch.randn(tokens, 3, inputs), torch.randn(3, outputs, inputs))
