@@ -12,6 +12,7 @@ import torch
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.delta.rule import DELTA_RULE
+from spmd_rl.kernels.latents.tiles import MLA_RULE
 from spmd_rl.kernels.linear.linear import keeps_chain
 from spmd_rl.kernels.runtime.capability import AMPERE, HOPPER
 from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE
@@ -28,12 +29,16 @@ SOURCES = tuple(
 
 
 def contract(
-    device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None = None,
+    attention_split: int = 0,
+    latent_dim: int = 0,
 ) -> dict[str, str | int]:
     """Return every fact that can change a bit of a forward pass or of a draw here.
 
-    `head_dim` settles which attention runs. The version of a package that is not installed is an
-    empty string.
+    `head_dim` and `latent_dim` settle which attention runs. The version of a package that is not
+    installed is an empty string.
     """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
@@ -43,13 +48,15 @@ def contract(
         "vocab_chunk": VOCAB_CHUNK,
         "temperature": TEMPERATURE_RULE,
         "delta": DELTA_RULE,
+        "mla": MLA_RULE,
         "random": RANDOM_SCHEME,
         "torch": str(torch.__version__),
         "dtype": str(dtype),
         "device": device.type,
         "attention_split": attention_split,
     }
-    attention = attention_backend(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
+    head_dim = head_dim or FLASH_HEAD_DIMS[0]
+    attention = attention_backend(head_dim, dtype, device, latent_dim=latent_dim)
     rest = _cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype)
     return facts | attention.facts() | rest
 

@@ -17,7 +17,7 @@ def backend_of(
 
     Raises: ConfigError as `attention_backend`.
     """
-    return attention_backend(head_size(spec), dtype, device, split)
+    return attention_backend(head_size(spec), dtype, device, split, latent_size(spec))
 
 
 def head_size(spec: ModelSpec) -> int:
@@ -30,6 +30,12 @@ def head_size(spec: ModelSpec) -> int:
     if len(sizes) > 1:
         raise ConfigError(f"layers with heads of several sizes are not supported: {sorted(sizes)}")
     return next(iter(sizes), FLASH_HEAD_DIMS[0])
+
+
+def latent_size(spec: ModelSpec) -> int:
+    """Return how many elements of a key are its value too; 0 where values are apart."""
+    caches = [block.cache() for block in spec.distinct_blocks()]
+    return max((one.latent_dim for one in caches if one), default=0)
 
 
 def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend, page_size: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd_rl.kernels import contract, rope_table
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.mkl import warm_up_functions
-from spmd_rl.model.attention import head_size
+from spmd_rl.model.attention import head_size, latent_size
 from spmd_rl.model.layers.moe import MOE_RULE
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -43,7 +43,8 @@ def model_contract(
         "rotary_table": digest.hexdigest()[:16],
     }
     moe = {"moe": MOE_RULE} if spec.num_experts else {}
-    return contract(device, dtype, head_size(spec), attention_split) | own | moe
+    sizes = head_size(spec), attention_split, latent_size(spec)
+    return contract(device, dtype, *sizes) | own | moe
 
 
 def rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,11 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.blocked_backend import BlockedAttention
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_supports
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
+from spmd_rl.kernels.latents.backend import LatentKernels
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
-MOST_HEAD_DIM = 256  # on a GPU
-# of q, and keys and values to read; those of CPUs take a reach besides (`reach.attend`)
+# of q, and keys and values to read, and a reach if it is not whole (`token_attention.attend`)
 AttentionKernel = Callable[..., Tensor]
 
 
@@ -60,10 +60,10 @@ class AttentionBackend(Protocol):
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """Return the shape of one layer's keys, and of its values."""
+        """Return the shape of one layer's keys, and of its values if it keeps any."""
 
     def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
-        """View one layer's keys and values [n, *cache_shape] as [N, num_pages, ...]."""
+        """View n arrays of one layer, [n, *cache_shape], as [N, num_pages, ...]."""
 
     def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
         """Write the first T rows of k and v [T', K, D] into the slots [T] of one layer."""
@@ -111,24 +111,32 @@ class AttentionBackend(Protocol):
 
 
 def attention_backend(
-    head_dim: int, dtype: torch.dtype, device: torch.device, split: int = 0
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    split: int = 0,
+    latent_dim: int = 0,
 ) -> AttentionBackend:
     """Choose the backend for heads of `head_dim` in `dtype` on `device`.
 
     `split` is the size in tokens of the splits of keys (kv_splits.py); 0 attends to all at once.
-    Raises: ConfigError if splits are asked for where they cannot run, and for heads of a size that
-    no kernel of a GPU takes.
+    With `latent_dim`, the last so many elements of keys are their values.
+    Raises: ConfigError if splits are asked for where they cannot run, and for latents that no
+    kernel of a GPU takes.
     """
-    if device.type == "cuda" and head_dim > MOST_HEAD_DIM:
-        raise ConfigError(
-            f"attention of heads of {head_dim}, as of latents, has no kernel on GPUs yet"
-        )
-    if flash_supports(head_dim, dtype, device):
+    if latent_dim and device.type == "cuda" and not split:
+        return LatentKernels(head_dim, latent_dim, dtype, device)
+    if not latent_dim and flash_supports(head_dim, dtype, device):
         return FlashAttention(head_dim, device, split)
     if split:
         raise ConfigError(
             f"attention_split = {split} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, "
-            f"and heads of {', '.join(map(str, FLASH_HEAD_DIMS))}; "
+            f"and heads of {', '.join(map(str, FLASH_HEAD_DIMS))} with values of their own; "
             f"here are {dtype} on {device.type} and heads of {head_dim}"
         )
     return BlockedAttention(head_dim, dtype, device)
+
+
+def latent_dim_of(k: Tensor, v: Tensor) -> int:
+    """Return how many last elements of keys are their values; 0 where values are apart."""
+    return v.shape[-1] if v.shape[-1] < k.shape[-1] else 0

@@ -41,10 +41,10 @@ def blocked_attention(
 ) -> Tensor:
     """Compute softmax(q k^T) v with a fixed order of sums; differentiable in q, k, v and sinks.
 
-    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B,
-    R, D], unset in the layout's padding.
+    Shape: q [K, B, R, D] with R a multiple of the query tile, k [K, B, S, D] and v [K, B, S, V];
+    returns [K, B, R, V], unset in the layout's padding.
     """
-    dim, wide = q.shape[-1], torch.promote_types(q.dtype, torch.float32)
+    dim, wide = v.shape[-1], torch.promote_types(q.dtype, torch.float32)
     padded = (pad_columns(x.to(wide)) for x in (q, k, v))
     sinks = None if reach.sinks is None else reach.sinks.to(wide)
     out = call(_BlockedAttention, *padded, sinks, layout, scale, reach.window).to(q.dtype)
@@ -100,7 +100,7 @@ class _BlockedAttention(torch.autograd.Function):
         scale: float,
         window: int,
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         num_rows, kept, share = layout.num_used, None, None
         for rows in _row_slices(q, k, num_rows):
             live = slice(rows.start, min(rows.stop, num_rows))

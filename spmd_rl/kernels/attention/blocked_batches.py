@@ -168,6 +168,6 @@ class _PagedBatch:
     def laid_out(self, x: Tensor) -> Tensor:
         """Lay out cached keys or values [K, slots, D]."""
         num_kv_heads, _, dim = x.shape
-        by_page = x.view(num_kv_heads, -1, self.page_size * dim)
+        by_page = x.view(num_kv_heads, -1, self.page_size, dim)
         pages = by_page.index_select(1, self.pages)
         return pages.view(num_kv_heads, self.layout.batch, -1, dim)

@@ -8,6 +8,7 @@ same codes. So all attend to the same numbers, with sums in the same order.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from spmd_rl.kernels.low_precision.kv_codes import (
     KvCoding,
     KvExponents,
     decode_pages,
+    of_both,
     round_kv,
 )
 from spmd_rl.kernels.rowwise.kv_write import KvSlots, codes_of, write_kv
@@ -71,9 +73,8 @@ class CodedAttention:
         self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], heads_per_kv: int
     ) -> AttentionKernel:
         kernel = self._backend.packed(lengths, prefixes, heads_per_kv)
-        keys, values = self._exponents
         return lambda q, k, v, reach=WHOLE: attend(
-            kernel, q, round_kv(k, keys), round_kv(v, values), reach
+            kernel, q, *of_both(round_kv, k, v, self._exponents), reach
         )
 
     def cache_shape(
@@ -162,11 +163,10 @@ class _DecodedPages:
         self._heads_per_kv = heads_per_kv
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
-        of_keys, of_values = self._exponents
-        decoded = self._decoded(keys, of_keys, q), self._decoded(values, of_values, q)
+        decoded = of_both(partial(self._decoded, q), keys, values, self._exponents)
         return attend(self._kernel, q, *decoded, reach)
 
-    def _decoded(self, codes: Tensor, exponent: int, q: Tensor) -> Tensor:
+    def _decoded(self, q: Tensor, codes: Tensor, exponent: int) -> Tensor:
         heads, dim = q.shape[1] // self._heads_per_kv, q.shape[2]
         num_pages = codes.numel() // (self._page_size * heads * dim)
         by_page = self._backend.by_page(codes.unsqueeze(0), num_pages)

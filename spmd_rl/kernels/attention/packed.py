@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
+from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend, latent_dim_of
 from spmd_rl.kernels.attention.coded_backend import with_codes
 from spmd_rl.kernels.attention.token_attention import WHOLE, Reach, TokenAttention, attend
 from spmd_rl.kernels.delta.states import PackedStates, Places, SequenceStates
@@ -41,18 +41,22 @@ class PackedAttention(TokenAttention):
         self.split = split
         self.exponents = exponents
         self._places: Places | None = None
-        self._kernels: dict[tuple[int, int], AttentionKernel] = {}
+        self._kernels: dict[tuple[int, int, int], AttentionKernel] = {}
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, reach: Reach = WHOLE
     ) -> Tensor:
-        shape = q.shape[-1], q.shape[1] // k.shape[1]
+        shape = q.shape[-1], q.shape[1] // k.shape[1], latent_dim_of(k, v)
         if shape not in self._kernels:
-            head_dim, heads_per_kv = shape
-            backend = attention_backend(head_dim, q.dtype, self.device, self.split)
-            backend = with_codes(backend, self.exponents, self.device)
-            self._kernels[shape] = backend.packed(self.lengths, self.prefixes, heads_per_kv)
+            self._kernels[shape] = self._kernel(q.dtype, *shape)
         return attend(self._kernels[shape], q, k, v, reach)
+
+    def _kernel(
+        self, dtype: torch.dtype, head_dim: int, heads_per_kv: int, latent_dim: int
+    ) -> AttentionKernel:
+        backend = attention_backend(head_dim, dtype, self.device, self.split, latent_dim)
+        backend = with_codes(backend, self.exponents, self.device)
+        return backend.packed(self.lengths, self.prefixes, heads_per_kv)
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         ends = np.cumsum(self.lengths)

@@ -36,7 +36,8 @@ class LayerPages(Protocol):
     """What one layer keeps of each token: arrays, each with this shape for a token.
 
     `queries_per_key` is above 0 if they are the keys and values of attention, each [K, D], to each
-    of which so many query heads attend. `states` it keeps of each sequence.
+    of which so many query heads attend. With `latent_dim` they are keys alone, whose last so many
+    elements are their values. `states` it keeps of each sequence.
     """
 
     @property
@@ -47,6 +48,9 @@ class LayerPages(Protocol):
 
     @property
     def states(self) -> tuple[StateArray, ...]: ...
+
+    @property
+    def latent_dim(self) -> int: ...
 
 
 class KvCache:
@@ -78,8 +82,8 @@ class KvCache:
         num_states: int = 0,
     ) -> None:
         keys = [one for one in layers if one is not None and one.queries_per_key]
-        self.kv_heads, head_dim, self.heads_per_kv = _shape_of_keys(keys)
-        backend = attention_backend(head_dim, dtype, device, split)
+        self.kv_heads, head_dim, self.heads_per_kv, self._latent_dim = _shape_of_keys(keys)
+        backend = attention_backend(head_dim, dtype, device, split, self._latent_dim)
         self.backend = with_codes(backend, exponents, device)
         self.split = split
         self.page_size = page_size
@@ -87,7 +91,7 @@ class KvCache:
         self.device = device
         self.tile_counter = torch.zeros(1, dtype=torch.int32, device=device)
         layer_shape = self.backend.cache_shape(num_pages, page_size, self.kv_heads, head_dim)
-        shapes = [(len(keys), 2, *layer_shape)]
+        shapes = [(len(keys), 1 if self._latent_dim else 2, *layer_shape)]
         others = [one for one in layers if one and one.arrays and not one.queries_per_key]
         shapes += [(num_pages, page_size, *shape) for one in others for shape in one.arrays]
         sizes = [math.prod(shape) for shape in shapes]
@@ -123,8 +127,8 @@ class KvCache:
 
     def keys_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a layer of attention, as `backend` lays them out."""
-        keys, values = self.layers[layer]
-        return keys, values
+        keys, *values = self.layers[layer]
+        return keys, values[0] if values else keys[..., -self._latent_dim :]
 
     @property
     def coding(self) -> KvCoding | None:
@@ -156,16 +160,16 @@ class KvCache:
                 one.index_copy_(0, written, one.index_select(0, read))
 
 
-def _shape_of_keys(keys: Sequence[LayerPages]) -> tuple[int, int, int]:
-    """Return the key-value heads, their size, and the query heads for each of them.
+def _shape_of_keys(keys: Sequence[LayerPages]) -> tuple[int, int, int, int]:
+    """Return the key-value heads, their size, the query heads for each of them, and `latent_dim`.
 
     Raises: ConfigError unless all layers have the same, which the kernels of a step are made for.
     """
-    shapes = {(*one.arrays[0], one.queries_per_key) for one in keys}
+    shapes = {(*one.arrays[0], one.queries_per_key, one.latent_dim) for one in keys}
     if len(shapes) > 1:
         raise ConfigError("layers of attention whose key-value heads differ are not supported")
-    heads, size, queries = next(iter(shapes), (1, FLASH_HEAD_DIMS[0], 1))
-    return heads, size, queries
+    heads, size, queries, latent_dim = next(iter(shapes), (1, FLASH_HEAD_DIMS[0], 1, 0))
+    return heads, size, queries, latent_dim
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

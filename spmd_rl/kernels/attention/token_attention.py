@@ -50,8 +50,8 @@ def attend(
 class TokenAttention(ABC):
     """Attention in one forward pass: it knows which tokens see which.
 
-    Shape: q [T', H, D], k and v [T', K, D]; T' may be the number of tokens padded to the row tile.
-    Returns [T', H, D].
+    Shape: q [T', H, D], k [T', K, D], v [T', K, V]; T' may be the number of tokens padded to the
+    row tile. Returns [T', H, V]. V is D, or less where values are the last elements of keys.
     """
 
     @abstractmethod

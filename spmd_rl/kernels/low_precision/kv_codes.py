@@ -6,6 +6,7 @@ scale is exactly a number of bfloat16. What is beyond the largest code becomes t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,17 @@ def encode_kv(x: Tensor, exponent: int, clipped: Tensor | None = None) -> Tensor
     if clipped is not None:
         clipped += (scaled.abs() > LARGEST).sum()
     return scaled.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def of_both(
+    convert: Callable[[Tensor, int], Tensor], k: Tensor, v: Tensor, exponents: KvExponents
+) -> tuple[Tensor, Tensor]:
+    """Convert keys and values with their scales.
+
+    Values of fewer elements than keys are the last of these, and have the scale of keys.
+    """
+    keys, size = convert(k, exponents[0]), v.shape[-1]
+    return keys, keys[..., -size:] if size < k.shape[-1] else convert(v, exponents[1])
 
 
 def decode_pages(codes: Tensor, pages: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:

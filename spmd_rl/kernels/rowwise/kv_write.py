@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.kv_codes import KvCoding, encode_kv
+from spmd_rl.kernels.low_precision.kv_codes import KvCoding, encode_kv, of_both
 
 
 class KvSlots(NamedTuple):
@@ -46,6 +47,7 @@ def write_kv(
 
 def codes_of(k: Tensor, v: Tensor, coding: KvCoding) -> tuple[Tensor, Tensor]:
     """Return the codes of keys and values that are to be stored, and count them."""
-    (of_keys, of_values), (stored, clipped) = coding.exponents, coding.counts
-    stored += k.numel() + v.numel()
-    return encode_kv(k, of_keys, clipped), encode_kv(v, of_values, clipped)
+    stored, clipped = coding.counts
+    codes = of_both(partial(encode_kv, clipped=clipped), k, v, coding.exponents)
+    stored += k.numel() + (v.numel() if v.shape == k.shape else 0)
+    return codes

@@ -14,9 +14,14 @@ from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 
 def write_rows(
-    keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, coding: KvCoding | None
+    keys: Tensor,
+    values: Tensor | None,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coding: KvCoding | None,
 ) -> None:
-    """Shape: as `kv_write.write_kv`."""
+    """Write no values where no memory of them is given. Shape: as `kv_write.write_kv`."""
     k, v = dense_heads(k), dense_heads(v)
     width = k.shape[1] * k.shape[2]
     _write[(len(slots),)](
@@ -43,9 +48,10 @@ def _write(
     slot = tl.load(slots + token).to(tl.int64)
     inside = (column < WIDTH) & (slot >= 0)
     key = tl.load(k + token * k_stride + column, mask=inside, other=0.0)
-    value = tl.load(v + token * v_stride + column, mask=inside, other=0.0)
     if counts is not None:
         tl.atomic_add(counts, 2 * WIDTH, mask=slot >= 0, sem="relaxed")
-    key, value = stored(key, k_scale, counts, keys), stored(value, v_scale, counts, values)
-    tl.store(keys + slot * WIDTH + column, key, mask=inside)
-    tl.store(values + slot * WIDTH + column, value, mask=inside)
+    tl.store(keys + slot * WIDTH + column, stored(key, k_scale, counts, keys), mask=inside)
+    if values is not None:
+        value = tl.load(v + token * v_stride + column, mask=inside, other=0.0)
+        value = stored(value, v_scale, counts, values)
+        tl.store(values + slot * WIDTH + column, value, mask=inside)

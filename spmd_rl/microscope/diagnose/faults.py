@@ -24,6 +24,7 @@ from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
+from spmd_rl.model.attention import latent_size
 from spmd_rl.model.fused_projections import FusedProjections
 from spmd_rl.model.layers.delta_module import DeltaMixer
 from spmd_rl.model.layers.moe_module import MoeMlp
@@ -45,15 +46,16 @@ def _middle(engine_pass: EnginePass) -> Any:
     return layers[len(layers) // 2]
 
 
-def _last_product(engine_pass: EnginePass) -> Any:
-    """Return the linear layer of the middle layer that writes to the residual stream last."""
-    layers = engine_pass.model.spec.blocks
-    last = [one for one in layers[len(layers) // 2].points() if one.is_added][-1]
-    return _middle(engine_pass).get_submodule(last.output_of)
+def _last_product(engine_pass: EnginePass) -> Linear:
+    """Return the last linear layer of the middle layer that writes to the residual stream."""
+    layers, middle = engine_pass.model.spec.blocks, _middle(engine_pass)
+    points = [one for one in layers[len(layers) // 2].points() if one.is_added]
+    writers = [middle.get_submodule(one.output_of) for one in points]
+    return [one for one in writers if isinstance(one, Linear)][-1]
 
 
 def split_k(engine_pass: EnginePass) -> None:
-    """The middle layer's down projection sums K in two halves."""
+    """The middle layer's down projection sums K in two halves; in mixtures, that of attention."""
     _replace_product(_last_product(engine_pass), _halves)
 
 
@@ -73,8 +75,8 @@ def _join(engine_pass: EnginePass, module: Any) -> None:
 
     def joined() -> None:
         join()
-        if module.joined is None:
-            raise ConfigError("this fault needs projections in one product, which codes keep apart")
+        if getattr(module, "joined", None) is None:
+            raise ConfigError("this fault needs projections in one product, here they are apart")
         module.joined = InHalves(**vars(module.joined))
 
     model.fuse_projections = joined  # type: ignore[method-assign]
@@ -106,7 +108,9 @@ def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def library_linear(engine_pass: EnginePass) -> None:
-    """The middle layer's down projection is the library's, whose kernel depends on the rows."""
+    """The middle layer's down projection is the library's, whose kernel depends on the rows; in
+    mixtures, that of attention.
+    """
     _replace_product(_last_product(engine_pass), F.linear)
 
 
@@ -188,6 +192,8 @@ def auto_splits(engine_pass: EnginePass) -> None:
         )
     if engine_pass.model.exponents is not None:
         raise ConfigError("auto-splits reads keys and values from the cache, which has codes here")
+    if latent_size(engine_pass.model.spec) and engine_pass.device.type == "cuda":
+        raise ConfigError("auto-splits does not read pages of latents on a GPU")
     engine_pass.wrap_attention = AutoSplits
 
 
@@ -246,7 +252,7 @@ class AutoSplits(TokenAttention):
         num_keys = kernel.num_keys.long()
         batch = len(num_keys)
         pages = kernel.pages.long()
-        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.layers[layer])
+        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.keys_of(layer))
         max_splits = max(self._max_splits(batch), 1)
         splits = (num_keys // SPLIT_BLOCK).clamp(1, max_splits)
         outs, log_sums = [], []
@@ -278,7 +284,7 @@ class AutoSplits(TokenAttention):
         slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
         keys, values = (
             cached.transpose(0, 1).index_select(0, slots.to(cached.device))
-            for cached in self.attend.cache.layers[layer]
+            for cached in self.attend.cache.keys_of(layer)
         )
         return keys, values
 

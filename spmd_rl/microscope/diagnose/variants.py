@@ -126,8 +126,15 @@ def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
     return x.unflatten(1, (-1, head_size(spec)))
 
 
+def _attention_inputs(inputs: VariantInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values by heads; those of values may be smaller."""
+    q, k, v = inputs.x
+    keys = _heads(k, inputs.spec)
+    return _heads(q, inputs.spec), keys, v.unflatten(1, (keys.shape[1], -1))
+
+
 def _attended(inputs: VariantInputs, split: int = 0, exponents: Exponents | None = None) -> Tensor:
-    q, k, v = (_heads(x, inputs.spec) for x in inputs.x)
+    q, k, v = _attention_inputs(inputs)
     lengths = np.array([len(q)], np.int32)
     attend = PackedAttention(lengths, device=q.device, split=split, exponents=exponents)
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
@@ -135,7 +142,7 @@ def _attended(inputs: VariantInputs, split: int = 0, exponents: Exponents | None
 
 
 def _library_attended(inputs: VariantInputs) -> Tensor:
-    q, k, v = (_heads(x, inputs.spec).transpose(0, 1).unsqueeze(0) for x in inputs.x)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in _attention_inputs(inputs))
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -144,8 +151,8 @@ def _library_attended(inputs: VariantInputs) -> Tensor:
 
 def _merged(ranges: int, inputs: VariantInputs) -> Tensor:
     """Return attention of the wanted rows; the others are zero."""
-    q, k, v = (_heads(x, inputs.spec) for x in inputs.x)
-    out = torch.zeros_like(q)
+    q, k, v = _attention_inputs(inputs)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for row in inputs.wanted.nonzero()[:, 0].tolist():
         if row + 1 >= ranges:
             out[row] = merged_attention(q[row], k[: row + 1], v[: row + 1], ranges)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.backend import attention_backend, latent_dim_of
 
 
 def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Tensor:
     """Return attention of one query over even ranges of keys, merged by their log-sums.
 
-    Shape: q [H, D]; keys and values [S, K, D]; returns [H, D].
+    Shape: q [H, D], keys [S, K, D] and values [S, K, V]; returns [H, V].
     """
-    backend = attention_backend(q.shape[-1], q.dtype, q.device)
+    latent_dim = latent_dim_of(keys, values)
+    backend = attention_backend(q.shape[-1], q.dtype, q.device, latent_dim=latent_dim)
     parts = [
         backend.one_query(q, k.contiguous(), v.contiguous())
         for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)

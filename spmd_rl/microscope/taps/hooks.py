@@ -152,7 +152,7 @@ class _HookedPagedAttention(PagedAttention):
     def _read_slots(self, layer: int) -> list[Tensor]:
         """Return the keys and the values in the slots of the batch."""
         slots = self.slots.clamp(min=0)
-        return [x.flatten(0, 1).index_select(0, slots) for x in self.cache.layers[layer]]
+        return [x.flatten(0, 1).index_select(0, slots) for x in self.cache.keys_of(layer)]
 
 
 @contextmanager

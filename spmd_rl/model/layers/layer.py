@@ -140,13 +140,15 @@ class CacheSpec:
     """What an engine keeps of each token in its pages: arrays, each with this shape for a token.
 
     `queries_per_key` is above 0 if they are the keys and values of attention, each [heads, size],
-    to each of which so many query heads attend. The kernels of attention lay these out.
+    to each of which so many query heads attend. The kernels of attention lay these out. With
+    `latent_dim` there are keys alone, and the last so many elements of a key are its value.
     `states` it keeps of each sequence, as they are after its newest token.
     """
 
     arrays: tuple[Dims, ...] = ()
     queries_per_key: int = 0
     states: tuple[StateSpec, ...] = ()
+    latent_dim: int = 0
 
     @property
     def num_elements(self) -> int:

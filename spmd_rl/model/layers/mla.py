@@ -92,17 +92,16 @@ class Mla:
             parameters=num_elements(self.parameters()),
             multiplied=num_elements([one for one in self.parameters() if len(one.shape) == 2]),
             kept_products=self.query_rank + self.key_dim + latents + around,
-            kept_cheap=2 * keys + self.key_dim,
-            gradients=3 * keys + around,
-            workspace=3 * keys + around,
+            kept_cheap=keys + latents + self.key_dim,
+            gradients=2 * keys + latents + around,
+            workspace=2 * keys + latents + around,
             flops_per_key=2 * (keys + latents),
             query_heads=self.num_heads,
         )
 
     def cache(self, tp: int = 1) -> CacheSpec:
-        """Return the key, and as the value the same: attention's kernels take both of one size."""
-        kv = 1, self.key_dim
-        return CacheSpec((kv, kv), queries_per_key=self.num_heads)
+        key = 1, self.key_dim
+        return CacheSpec((key,), queries_per_key=self.num_heads, latent_dim=self.latent_dim)
 
     def part(self, tp: int) -> Mla:
         if tp > 1:
@@ -114,6 +113,7 @@ class Mla:
 
     def points(self) -> Sequence[PointDef]:
         queries, key = (self.num_heads, self.key_dim), (1, self.key_dim)
+        latents = self.num_heads, self.latent_dim
         widths = {name: rows for name, (rows, _) in self.query_projections.items()}
         last = list(widths)[-1]
         found = [
@@ -135,13 +135,13 @@ class Mla:
         taken = {
             "q": ("queries of latents, as attention takes them", queries),
             "k": ("latents with their rotary part, as attention takes them", key),
-            "v": ("latents, as attention adds them", key),
+            "v": ("latents, as attention adds them", (1, self.latent_dim)),
         }
         return [
             *found,
             product(self.name, LATENT, "projection to the latent", (self.key_dim,), "input_norm"),
             *(PointDef(op, words, shape) for op, (words, shape) in taken.items()),
-            PointDef("attention", "causal attention to latents", queries, ("q", "k", "v")),
+            PointDef("attention", "causal attention to latents", latents, ("q", "k", "v")),
             PointDef(
                 "o_proj",
                 "output projection of attention",

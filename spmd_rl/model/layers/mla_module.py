@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels import QkNorm, Rotary, TokenAttention, linear
+from spmd_rl.kernels import QkNorm, Rotary, TokenAttention
+from spmd_rl.kernels.latents.of_heads import linear_of_heads
 from spmd_rl.model.layers.norm_module import RmsNorm
 from spmd_rl.model.linear import Linear
 
@@ -56,14 +57,15 @@ class LatentAttention(nn.Module):
         latent, turning = self.kv_a_proj_with_mqa(x).split([latent_dim, rotary_dim], -1)
         if self.interleaved:
             turned, turning = _halves(turned), _halves(turning)
-        key = torch.cat([turning, self.kv_a_layernorm(latent)[0]], -1).unsqueeze(1)
+        value = self.kv_a_layernorm(latent)[0].unsqueeze(1)
+        key = torch.cat([turning.unsqueeze(1), value], -1)
         of_heads = self.kv_b_proj.weight.to(x.dtype).unflatten(0, (-1, plain_dim + value_dim))
         to_keys, to_values = of_heads.split([plain_dim, value_dim], 1)
-        absorbed = _of_each_head(plain, to_keys.transpose(1, 2))
+        absorbed = linear_of_heads(plain, to_keys.transpose(1, 2))
         query = torch.cat([turned, absorbed], -1) * self.factor
         norm = QkNorm(None, None, EPS)
-        out = attend.rotate_and_attend(self.number, query, key, key, norm, rotary)
-        return self.o_proj(_of_each_head(out[..., rotary_dim:], to_values).flatten(1))
+        out = attend.rotate_and_attend(self.number, query, key, value, norm, rotary)
+        return self.o_proj(linear_of_heads(out, to_values).flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
         if not self.query_rank:
@@ -74,9 +76,3 @@ class LatentAttention(nn.Module):
 def _halves(x: Tensor) -> Tensor:
     """Lay pairs of neighbours out as two halves, as positions turn them. Shape: [..., R]."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-def _of_each_head(x: Tensor, weights: Tensor) -> Tensor:
-    """Multiply each head with a weight of its own. Shape: [T, H, I] and [H, O, I]."""
-    pairs = zip(x.unbind(1), weights.unbind(0), strict=True)
-    return torch.stack([linear(rows, weight.contiguous()) for rows, weight in pairs], 1)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
-from spmd_rl.model.attention import head_size
+from spmd_rl.model.attention import head_size, latent_size
 from spmd_rl.model.formats import FORMATS
 from spmd_rl.model.formats.coded_cache import kv_exponents
 from spmd_rl.model.formats.coded_weights import coded_shapes, weights_fact
@@ -73,7 +73,7 @@ class Fsdp2(ShardedModel):
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
-            require_deterministic(device, dtype, head_size(spec))
+            require_deterministic(device, dtype, head_size(spec), latent_size(spec))
         self._memory = memory = memory or RoleMemory(None, device)
         settings = fsdp2_settings(cfg)
         self._offload = settings.offload

@@ -26,14 +26,17 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 
 
-def require_deterministic(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+def require_deterministic(
+    device: torch.device, dtype: torch.dtype, head_size: int, latent_dim: int = 0
+) -> None:
     """Check that every sum has a fixed order, and fix cuBLAS's workspace before its first GEMM.
 
     Raises: ConfigError with the setting to change.
     """
     if device.type != "cuda":
         return
-    if not attention_backend(head_size, dtype, device).has_deterministic_backward:
+    backend = attention_backend(head_size, dtype, device, latent_dim=latent_dim)
+    if not backend.has_deterministic_backward:
         sizes = ", ".join(map(str, FLASH_HEAD_DIMS))
         raise ConfigError(
             "trainer.deterministic: on a GPU it needs flash-attn-4 on Hopper, trainer.dtype = "

@@ -44,7 +44,7 @@ class PagesOnCpu:
 def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "spmd_rl.kernels.attention.paged.attention_backend",
-        lambda head_dim, dtype, device, split: FlashAttention(head_dim, device, split),
+        lambda head_dim, dtype, device, split, latent_dim: FlashAttention(head_dim, device, split),
     )
     monkeypatch.setattr(
         "spmd_rl.kernels.attention.flash_backend.flash_of_chunks",

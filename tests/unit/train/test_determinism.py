@@ -74,3 +74,5 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         require_deterministic(CUDA, torch.bfloat16, 64)
     monkeypatch.delenv(WORKSPACE)
     require_deterministic(CUDA, torch.bfloat16, 64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    require_deterministic(CUDA, torch.bfloat16, 576, latent_dim=512)

@@ -1,0 +1,1 @@
+"""Attention of all heads to one key, whose latent part is the value too, on NVIDIA GPUs."""
