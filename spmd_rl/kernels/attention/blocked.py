@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.row_layout import KV_BLOCK as KV_BLOCK
 from spmd_rl.kernels.attention.row_layout import QUERY_TILE, RowLayout
 from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
@@ -206,6 +207,8 @@ def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, reach:
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         return blocked_attention(q, k, v, layout, scale, reach)
+    if not reach.is_whole:
+        raise ConfigError("windows and sinks need FlashAttention-4 and bfloat16 on a Hopper GPU")
     out: Tensor = call(_BlocksOnGpu, q, k, v, layout, scale)
     return out
 

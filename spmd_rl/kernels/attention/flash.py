@@ -7,7 +7,7 @@ Hopper (docs/numerics.md).
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.flash_decode import decode_attention
 from spmd_rl.kernels.attention.flash_tile import LARGE_HEAD, TRAINING_ROWS, key_block
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.runtime.versions import installed
+from spmd_rl.kernels.windows.sinks import gradient_of_sinks, with_sinks
+from spmd_rl.kernels.windows.windows import PackedWindows, PagedWindows
 
 VarlenArguments = dict[
     str, Any
@@ -109,26 +112,39 @@ class PackedFlash:
 
     def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
         self.bounds = SequenceBounds(lengths, device)
+        self._in_windows = PackedWindows(lengths, device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = call(_PackedAttention, q, k, v, self.bounds.arguments(len(q)))
-        return out
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+        if reach.window:
+            return self._in_windows(q, k, v, reach)
+        return call(_PackedAttention, q, k, v, reach.sinks, self.bounds.arguments(len(q)))
 
 
 class _PackedAttention(torch.autograd.Function):
     """The package's own function does not take a tile."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: VarlenArguments) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bounds: VarlenArguments
+    ) -> Tensor:
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
         flash_forward(q, k, v, out, log_sum, causal=True, **bounds)
-        ctx.save_for_backward(q, k, v, out, log_sum)
+        if sinks is not None:
+            out, with_sink = with_sinks(out, log_sum.t(), sinks)
+            log_sum = with_sink.t().contiguous()
+        ctx.save_for_backward(q, k, v, out, log_sum, sinks)
         ctx.arguments = bounds
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *flash_gradients(ctx, grads[0]), None
+        """The package's weights are those beside sinks, by the sums that it is given."""
+        *_, out, log_sum, sinks = ctx.saved_tensors
+        of_sinks = None
+        if sinks is not None:
+            inner = (grads[0].float() * out.float()).sum(-1)
+            of_sinks = gradient_of_sinks(sinks, log_sum.t(), inner)
+        return *flash_gradients(ctx, grads[0]), of_sinks, None
 
 
 def flash_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -139,7 +155,7 @@ def flash_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
     deterministic = torch.are_deterministic_algorithms_enabled()
-    q, k, v, out, log_sum = ctx.saved_tensors
+    q, k, v, out, log_sum, *_ = ctx.saved_tensors
     found: tuple[Tensor, ...] = flash_interface()._flash_attn_bwd(
         q,
         k,
@@ -172,20 +188,28 @@ class PagedFlash:
         self.num_tokens = num_tokens
         self.longest = longest
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        out = q.new_empty(q.shape)
+    @cached_property
+    def _in_windows(self) -> PagedWindows:
+        return PagedWindows(self.pages, self.num_keys, self.bounds, self.num_tokens)
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
+        if reach.window:
+            return self._in_windows(q, keys, values, reach)
+        out, log_sum = _outputs(q, self.num_tokens, reach)
+        new = slice(self.num_tokens)
         flash_forward(
-            q[: self.num_tokens],
+            q[new],
             keys,
             values,
-            out[: self.num_tokens],
+            out[new],
+            None if log_sum is None else log_sum.t(),
             causal=True,
             cu_seqlens_q=self.bounds,
             max_seqlen_q=self.longest,
             seqused_k=self.num_keys,
             page_table=self.pages,
         )
-        return out
+        return _beside_sinks(out, log_sum, reach)
 
 
 class DecodeFlash:
@@ -207,8 +231,17 @@ class DecodeFlash:
         self.tile_counter = tile_counter
         self.exponents = exponents
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        out, new = q.new_empty(q.shape), slice(len(self.num_keys))
+    @cached_property
+    def _in_windows(self) -> PagedWindows:
+        batch = len(self.num_keys)
+        bounds = torch.arange(batch + 1, device=self.num_keys.device)
+        return PagedWindows(self.pages, self.num_keys, bounds, batch)
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
+        if reach.window:
+            return self._in_windows(q, keys, values, reach)
+        out, log_sum = _outputs(q, len(self.num_keys), reach)
+        new = slice(len(self.num_keys))
         decode_attention(
             q[new],
             keys,
@@ -217,9 +250,25 @@ class DecodeFlash:
             self.num_keys,
             self.tile_counter,
             out[new],
-            exponents=self.exponents,
+            log_sum,
+            self.exponents,
         )
-        return out
+        return _beside_sinks(out, log_sum, reach)
+
+
+def _outputs(q: Tensor, num_tokens: int, reach: Reach) -> tuple[Tensor, Tensor | None]:
+    """Return memory for what queries get and, for sinks, for their log sums [T, H]."""
+    if reach.sinks is None:
+        return q.new_empty(q.shape), None
+    by_head = q.new_empty(q.shape[1], num_tokens, dtype=torch.float32)
+    return q.new_empty(q.shape), by_head.t()
+
+
+def _beside_sinks(out: Tensor, log_sum: Tensor | None, reach: Reach) -> Tensor:
+    if log_sum is not None and reach.sinks is not None:
+        new = slice(len(log_sum))
+        out[new] = with_sinks(out[new], log_sum, reach.sinks)[0]
+    return out
 
 
 def flash_of_chunks(

@@ -46,7 +46,7 @@ def attend_in_window(
     Shape: q [T', H, D]; keys and values [S, K, D], contiguous; sinks [H]. Tokens of no tile have
     unset results.
     """
-    q, (num_keys, kv_heads, dim) = dense(q), keys.shape
+    q, (_, kv_heads, dim) = dense(q), keys.shape
     found = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
     _attend[(tiles.number, kv_heads)](
         q, keys, values, q if sinks is None else dense(sinks), *found, tiles.table, tiles.pages,
@@ -81,9 +81,7 @@ def queries_of(
 
 
 @triton.jit
-def keys_at(
-    pages, page, place, is_there, unit, PAGE: tl.constexpr
-) -> tl.tensor:
+def keys_at(pages, page, place, is_there, unit, PAGE: tl.constexpr) -> tl.tensor:
     """Return the rows of keys and values at places of a sequence."""
     first = tl.load(pages + page + place // PAGE, mask=is_there, other=0).to(tl.int64)
     return first * unit + place % PAGE
@@ -115,7 +113,10 @@ def _attend(
         row = keys_at(pages, page, place, place < end, unit, PAGE)
         of_keys, is_key = rows_at(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
         of_values, _ = rows_at(values, row, place < end, own, KV_HEADS, DIM, DIMS)
-        key, value = tl.load(of_keys, mask=is_key, other=0.0), tl.load(of_values, mask=is_key, other=0.0)
+        key, value = (
+            tl.load(of_keys, mask=is_key, other=0.0),
+            tl.load(of_values, mask=is_key, other=0.0),
+        )
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
         score = tl.where(is_seen(place[None, :], position[:, None], window), score, -float("inf"))
         better = tl.maximum(best, tl.max(score, 1))

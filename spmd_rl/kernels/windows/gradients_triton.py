@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.latents.attend_triton import LOG2_E, tile_of
-from spmd_rl.kernels.latents.tiles import LatentTiles
+from spmd_rl.kernels.latents.tiles import PAGE, LatentTiles
 from spmd_rl.kernels.windows.attend_triton import (
     KEYS,
     ROWS,
@@ -54,7 +54,6 @@ def window_gradients(
     window: int,
     tiles: LatentTiles,
     blocks: LatentTiles,
-    page_size: int,
 ) -> RowGradients:
     """Return gradients for sequences that lie end to end, which have no earlier tokens.
 
@@ -66,7 +65,7 @@ def window_gradients(
     sizes = kv_heads, heads // kv_heads, dim, max(16, triton.next_power_of_2(dim))
     _of_queries[(tiles.number, kv_heads)](
         grad, *rows, *found, made.inner, made.q, tiles.table, tiles.pages, tiles.number, tiles.unit,
-        window, *sizes, ROWS, KEYS, page_size, **OPTIONS,
+        window, *sizes, ROWS, KEYS, PAGE, **OPTIONS,
     )  # fmt: skip
     _of_keys[(blocks.number, kv_heads)](
         grad, *rows, found.log_sum, made.inner, made.k, made.v, blocks.table, blocks.number, window,
@@ -101,7 +100,10 @@ def _of_queries(
         row = keys_at(pages, page, place, place < end, unit, PAGE)
         of_keys, is_key = rows_at(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
         of_values, _ = rows_at(values, row, place < end, own, KV_HEADS, DIM, DIMS)
-        key, value = tl.load(of_keys, mask=is_key, other=0.0), tl.load(of_values, mask=is_key, other=0.0)
+        key, value = (
+            tl.load(of_keys, mask=is_key, other=0.0),
+            tl.load(of_values, mask=is_key, other=0.0),
+        )
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
         seen = is_seen(place[None, :], position[:, None], window)
         weight = tl.where(seen, tl.exp2(score - sums[:, None]), 0.0)
@@ -124,7 +126,10 @@ def _of_keys(
     own = tl.zeros([KEYS], tl.int64) + number
     of_keys, is_key = rows_at(keys, first + place, place < length, own, KV_HEADS, DIM, DIMS)
     of_values, _ = rows_at(values, first + place, place < length, own, KV_HEADS, DIM, DIMS)
-    key, value = tl.load(of_keys, mask=is_key, other=0.0), tl.load(of_values, mask=is_key, other=0.0)
+    key, value = (
+        tl.load(of_keys, mask=is_key, other=0.0),
+        tl.load(of_values, mask=is_key, other=0.0),
+    )
     of_key, of_value = tl.zeros([KEYS, DIMS], tl.float32), tl.zeros([KEYS, DIMS], tl.float32)
     last = tl.minimum(begin + KEYS + window - 1, length)
     for start in range(begin * GROUP, last * GROUP, ROWS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,11 @@ class _PackedWindows(torch.autograd.Function):
 
         q, k, v, sinks, *found = ctx.saved_tensors
         attended, grad = Attended(*found), dense(grads[0])
-        made = window_gradients(Rows(q, k, v), attended, grad, ctx.window, *ctx.tiles, PAGE)
+        rows, blocks = ctx.tiles
+        made = window_gradients(Rows(q, k, v), attended, grad, ctx.window, rows, blocks)
         of_sinks = None
         if sinks is not None:
-            of_sinks = gradient_of_sinks(sinks, attended.log_sum * LOG_2, made.inner)
+            of_sinks = gradient_of_sinks(sinks, attended.log_sum * math.log(2), made.inner)
         return made.q, made.k, made.v, of_sinks, None, None
 
 

@@ -62,7 +62,8 @@ class Coded:
         return self._kernel(split, self.exponents)(self.q, *self.codes)
 
     def of_numbers(self, split: int = 0) -> Tensor:
-        return self._kernel(split, None)(self.q, *self.numbers())
+        keys, values = self.numbers()
+        return self._kernel(split, None)(self.q, keys, values)
 
     def _kernel(self, split: int, exponents: tuple[int, int] | None) -> DecodeFlash | DecodeSplits:
         given = self.num_keys, self.tile_counter
