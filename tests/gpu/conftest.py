@@ -6,6 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.kernels import unproven
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _runs_unproven_kernels() -> None:
+    unproven.are_allowed = True
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -21,6 +21,7 @@ from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.kernels.latents.backend import LatentKernels
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
+from spmd_rl.kernels.unproven import refuse_unproven
 
 # of q, and keys and values to read, and a reach if it is not whole (`token_attention.attend`)
 AttentionKernel = Callable[..., Tensor]
@@ -125,6 +126,7 @@ def attention_backend(
     kernel of a GPU takes.
     """
     if latent_dim and device.type == "cuda" and not split:
+        refuse_unproven("attention to latents")
         return LatentKernels(head_dim, latent_dim, dtype, device)
     if not latent_dim and flash_supports(head_dim, dtype, device):
         return FlashAttention(head_dim, device, split)

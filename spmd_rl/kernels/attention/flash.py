@@ -116,7 +116,7 @@ class PackedFlash:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
         if reach.window:
-            return self._in_windows(q, k, v, reach)
+            return self._in_windows(q, k, v, reach.sinks, reach.window)
         return call(_PackedAttention, q, k, v, reach.sinks, self.bounds.arguments(len(q)))
 
 
@@ -194,7 +194,7 @@ class PagedFlash:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
         if reach.window:
-            return self._in_windows(q, keys, values, reach)
+            return self._in_windows(q, keys, values, reach.sinks, reach.window)
         out, log_sum = _outputs(q, self.num_tokens, reach)
         new = slice(self.num_tokens)
         flash_forward(
@@ -239,7 +239,7 @@ class DecodeFlash:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
         if reach.window:
-            return self._in_windows(q, keys, values, reach)
+            return self._in_windows(q, keys, values, reach.sinks, reach.window)
         out, log_sum = _outputs(q, len(self.num_keys), reach)
         new = slice(len(self.num_keys))
         decode_attention(

@@ -77,10 +77,11 @@ def _project(
 
     With biases, it is rounded once to `dtype`, or to that of x.
     """
-    wide = None if one.biases is None else torch.float32
-    product = grouped_linear(x, one.weights, order, kept, one.name, gathers=gathers, dtype=wide)
+    given = x, one.weights, order, kept, one.name
     if one.biases is not None:
+        product = grouped_linear(*given, gathers=gathers, dtype=torch.float32)
         return add_biases(product, one.biases, order, dtype or x.dtype)
+    product = grouped_linear(*given, gathers=gathers)
     if one.a is None or one.b is None:
         return product
     low = grouped_linear(x, one.a, order, kept, f"{one.name}, A", gathers=gathers)

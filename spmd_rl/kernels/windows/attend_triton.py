@@ -46,14 +46,22 @@ def attend_in_window(
     Shape: q [T', H, D]; keys and values [S, K, D], contiguous; sinks [H]. Tokens of no tile have
     unset results.
     """
-    q, (_, kv_heads, dim) = dense(q), keys.shape
+    q, sizes = dense(q), sizes_of(q, keys)
     found = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
-    _attend[(tiles.number, kv_heads)](
+    _attend[(tiles.number, sizes[0])](
         q, keys, values, q if sinks is None else dense(sinks), *found, tiles.table, tiles.pages,
-        tiles.number, tiles.unit, window, kv_heads, q.shape[1] // kv_heads, dim,
-        max(16, triton.next_power_of_2(dim)), sinks is not None, ROWS, KEYS, page_size, **OPTIONS,
+        tiles.number, tiles.unit, window, *sizes, sinks is not None, ROWS, KEYS, page_size,
+        **OPTIONS,
     )  # fmt: skip
     return found
+
+
+def sizes_of(q: Tensor, keys: Tensor) -> tuple[int, int, int, int]:
+    """Return the key-value heads, the query heads of each, the size of one, and the power of two
+    that holds it.
+    """
+    (_, kv_heads, dim), heads = keys.shape, q.shape[1]
+    return kv_heads, heads // kv_heads, dim, max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
@@ -66,6 +74,29 @@ def rows_at(
     column = tl.arange(0, DIMS)[None, :]
     at = x + ((row * HEADS + head) * DIM)[:, None] + column
     return at, is_there[:, None] & (column < DIM)
+
+
+@triton.jit
+def load_rows(
+    x, row, is_there, head, HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr
+) -> tl.tensor:
+    """Return the elements of `rows_at`; zeros where none are."""
+    at, is_there = rows_at(x, row, is_there, head, HEADS, DIM, DIMS)
+    return tl.load(at, mask=is_there, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    x, row, is_there, head, value, HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr
+) -> None:
+    at, is_there = rows_at(x, row, is_there, head, HEADS, DIM, DIMS)
+    tl.store(at, value.to(x.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def first_block(position, window, KEYS: tl.constexpr) -> tl.tensor:
+    """Return the place of the first key of a block before which no row sees any."""
+    return tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS
 
 
 @triton.jit
@@ -101,22 +132,16 @@ def _attend(
 ) -> None:  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     token, head, is_used, position, end, page = queries_of(table, num_tiles, GROUP, HEADS, ROWS)
-    at, is_there = rows_at(q, token, is_used, head, HEADS, DIM, DIMS)
-    query = tl.load(at, mask=is_there, other=0.0)
+    query = load_rows(q, token, is_used, head, HEADS, DIM, DIMS)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, DIMS], tl.float32)
     own = tl.zeros([KEYS], tl.int64) + tl.program_id(1)
-    first = tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS
-    for start in range(first, end, KEYS):
+    for start in range(first_block(position, window, KEYS), end, KEYS):
         place = start + tl.arange(0, KEYS)
         row = keys_at(pages, page, place, place < end, unit, PAGE)
-        of_keys, is_key = rows_at(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
-        of_values, _ = rows_at(values, row, place < end, own, KV_HEADS, DIM, DIMS)
-        key, value = (
-            tl.load(of_keys, mask=is_key, other=0.0),
-            tl.load(of_values, mask=is_key, other=0.0),
-        )
+        key = load_rows(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
+        value = load_rows(values, row, place < end, own, KV_HEADS, DIM, DIMS)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
         score = tl.where(is_seen(place[None, :], position[:, None], window), score, -float("inf"))
         better = tl.maximum(best, tl.max(score, 1))
@@ -133,6 +158,5 @@ def _attend(
         total += tl.exp2(sink - best)
     result = weighted / total[:, None]
     result = tl.where(result == 0, 0.0, result)  # a block that a row does not see makes +0 of -0
-    at, is_there = rows_at(out, token, is_used, head, HEADS, DIM, DIMS)
-    tl.store(at, result.to(out.dtype.element_ty), mask=is_there)
+    store_rows(out, token, is_used, head, result, HEADS, DIM, DIMS)
     tl.store(log_sum + token * HEADS + head, best + tl.log2(total), mask=is_used)

@@ -21,16 +21,19 @@ from spmd_rl.kernels.windows.attend_triton import (
     KEYS,
     ROWS,
     Attended,
+    first_block,
     is_seen,
     keys_at,
+    load_rows,
     queries_of,
-    rows_at,
+    sizes_of,
+    store_rows,
 )
 
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
-class Rows(NamedTuple):
+class WindowRows(NamedTuple):
     """What was attended: queries [T', H, D], keys and values [T', K, D]; all contiguous."""
 
     q: Tensor
@@ -39,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """Gradients of `Rows`, and the inner products of outputs and their gradients [T', H] fp32."""
+    """Gradients of `WindowRows`, and inner products of outputs and their gradients [T', H] fp32."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +51,7 @@ class RowGradients(NamedTuple):
 
 
 def window_gradients(
-    rows: Rows,
+    rows: WindowRows,
     found: Attended,
     grad: Tensor,
     window: int,
@@ -60,14 +63,13 @@ def window_gradients(
     `tiles` are those of the forward pass; `blocks` are tiles of single tokens, each of a block of
     keys.
     """
-    (_, kv_heads, dim), heads = rows.k.shape, rows.q.shape[1]
     made = RowGradients(*(torch.zeros_like(one) for one in (*rows, found.log_sum)))
-    sizes = kv_heads, heads // kv_heads, dim, max(16, triton.next_power_of_2(dim))
-    _of_queries[(tiles.number, kv_heads)](
+    sizes = sizes_of(rows.q, rows.k)
+    _of_queries[(tiles.number, sizes[0])](
         grad, *rows, *found, made.inner, made.q, tiles.table, tiles.pages, tiles.number, tiles.unit,
         window, *sizes, ROWS, KEYS, PAGE, **OPTIONS,
     )  # fmt: skip
-    _of_keys[(blocks.number, kv_heads)](
+    _of_keys[(blocks.number, sizes[0])](
         grad, *rows, found.log_sum, made.inner, made.k, made.v, blocks.table, blocks.number, window,
         *sizes, ROWS, KEYS, **OPTIONS,
     )  # fmt: skip
@@ -83,35 +85,26 @@ def _of_queries(
     """Also store the inner product of each row's output with its gradient, for `_of_keys`."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     token, head, is_used, position, end, page = queries_of(table, num_tiles, GROUP, HEADS, ROWS)
-    at, is_there = rows_at(q, token, is_used, head, HEADS, DIM, DIMS)
-    query = tl.load(at, mask=is_there, other=0.0)
-    at, _ = rows_at(grad, token, is_used, head, HEADS, DIM, DIMS)
-    pushed = tl.load(at, mask=is_there, other=0.0)
-    at, _ = rows_at(out, token, is_used, head, HEADS, DIM, DIMS)
-    given = tl.load(at, mask=is_there, other=0.0)
+    query = load_rows(q, token, is_used, head, HEADS, DIM, DIMS)
+    pushed = load_rows(grad, token, is_used, head, HEADS, DIM, DIMS)
+    given = load_rows(out, token, is_used, head, HEADS, DIM, DIMS)
     along = tl.sum(pushed.to(tl.float32) * given.to(tl.float32), 1)
     tl.store(inner + token * HEADS + head, along, mask=is_used)
     sums = tl.load(log_sum + token * HEADS + head, mask=is_used, other=0.0)
     total = tl.zeros([ROWS, DIMS], tl.float32)
     own = tl.zeros([KEYS], tl.int64) + tl.program_id(1)
-    first = tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS
-    for start in range(first, end, KEYS):
+    for start in range(first_block(position, window, KEYS), end, KEYS):
         place = start + tl.arange(0, KEYS)
         row = keys_at(pages, page, place, place < end, unit, PAGE)
-        of_keys, is_key = rows_at(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
-        of_values, _ = rows_at(values, row, place < end, own, KV_HEADS, DIM, DIMS)
-        key, value = (
-            tl.load(of_keys, mask=is_key, other=0.0),
-            tl.load(of_values, mask=is_key, other=0.0),
-        )
+        key = load_rows(keys, row, place < end, own, KV_HEADS, DIM, DIMS)
+        value = load_rows(values, row, place < end, own, KV_HEADS, DIM, DIMS)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
         seen = is_seen(place[None, :], position[:, None], window)
         weight = tl.where(seen, tl.exp2(score - sums[:, None]), 0.0)
         change = tl.dot(pushed, tl.trans(value), input_precision="ieee")
         change = (weight * (change - along[:, None])).to(key.dtype)
         total = tl.dot(change, key, total, input_precision="ieee")
-    at, _ = rows_at(grad_q, token, is_used, head, HEADS, DIM, DIMS)
-    tl.store(at, (total * DIM**-0.5).to(grad_q.dtype.element_ty), mask=is_there)
+    store_rows(grad_q, token, is_used, head, total * DIM**-0.5, HEADS, DIM, DIMS)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "window"])
@@ -124,22 +117,17 @@ def _of_keys(
     first, length, _, _, begin = tile_of(table, num_blocks)
     place, number = begin + tl.arange(0, KEYS), tl.program_id(1)
     own = tl.zeros([KEYS], tl.int64) + number
-    of_keys, is_key = rows_at(keys, first + place, place < length, own, KV_HEADS, DIM, DIMS)
-    of_values, _ = rows_at(values, first + place, place < length, own, KV_HEADS, DIM, DIMS)
-    key, value = (
-        tl.load(of_keys, mask=is_key, other=0.0),
-        tl.load(of_values, mask=is_key, other=0.0),
-    )
+    at, is_key = first + place, place < length
+    key = load_rows(keys, at, is_key, own, KV_HEADS, DIM, DIMS)
+    value = load_rows(values, at, is_key, own, KV_HEADS, DIM, DIMS)
     of_key, of_value = tl.zeros([KEYS, DIMS], tl.float32), tl.zeros([KEYS, DIMS], tl.float32)
     last = tl.minimum(begin + KEYS + window - 1, length)
     for start in range(begin * GROUP, last * GROUP, ROWS):
         pair = start + tl.arange(0, ROWS)
         position, is_used = pair // GROUP, pair < length * GROUP
         token, head = first + position, number * GROUP + pair % GROUP
-        at, is_there = rows_at(q, token, is_used, head, HEADS, DIM, DIMS)
-        query = tl.load(at, mask=is_there, other=0.0)
-        at, _ = rows_at(grad, token, is_used, head, HEADS, DIM, DIMS)
-        pushed = tl.load(at, mask=is_there, other=0.0)
+        query = load_rows(q, token, is_used, head, HEADS, DIM, DIMS)
+        pushed = load_rows(grad, token, is_used, head, HEADS, DIM, DIMS)
         sums = tl.load(log_sum + token * HEADS + head, mask=is_used, other=0.0)
         along = tl.load(inner + token * HEADS + head, mask=is_used, other=0.0)
         score = tl.dot(key, tl.trans(query), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
@@ -149,7 +137,5 @@ def _of_keys(
         change = tl.dot(value, tl.trans(pushed), input_precision="ieee")
         change = (weight * (change - along[None, :])).to(query.dtype)
         of_key = tl.dot(change, query, of_key, input_precision="ieee")
-    at, _ = rows_at(grad_keys, first + place, place < length, own, KV_HEADS, DIM, DIMS)
-    tl.store(at, (of_key * DIM**-0.5).to(grad_keys.dtype.element_ty), mask=is_key)
-    at, _ = rows_at(grad_values, first + place, place < length, own, KV_HEADS, DIM, DIMS)
-    tl.store(at, of_value.to(grad_values.dtype.element_ty), mask=is_key)
+    store_rows(grad_keys, at, is_key, own, of_key * DIM**-0.5, KV_HEADS, DIM, DIMS)
+    store_rows(grad_values, at, is_key, own, of_value, KV_HEADS, DIM, DIMS)

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention.token_attention import Reach
 from spmd_rl.kernels.latents.tiles import (
     PAGE,
     LatentTiles,
@@ -36,15 +35,18 @@ class PagedWindows:
         self._num_tokens = num_tokens
         self._tiles: dict[int, LatentTiles] = {}
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach) -> Tensor:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, window: int
+    ) -> Tensor:
         from spmd_rl.kernels.windows.attend_triton import attend_in_window
 
         page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
         if group not in self._tiles:
             given = Sequences(*self._given, self._first, page_size)
             self._tiles[group] = _row_tiles(given, group, self._num_tokens)
-        pages = keys.flatten(0, 1), values.flatten(0, 1), reach.sinks, reach.window
-        return attend_in_window(q, *pages, self._tiles[group], page_size).out
+        pages = keys.flatten(0, 1), values.flatten(0, 1)
+        tiles = self._tiles[group]
+        return attend_in_window(q, *pages, sinks, window, tiles, page_size).out
 
 
 class PackedWindows:
@@ -57,11 +59,13 @@ class PackedWindows:
         self._lengths, self._device = lengths, device
         self._tiles: dict[tuple[int, int], tuple[LatentTiles, LatentTiles]] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int
+    ) -> Tensor:
         kind = len(q), q.shape[1] // k.shape[1]
         if kind not in self._tiles:
             self._tiles[kind] = self._cut(*kind)
-        return call(_PackedWindows, q, k, v, reach.sinks, reach.window, self._tiles[kind])
+        return call(_PackedWindows, q, k, v, sinks, window, self._tiles[kind])
 
     def _cut(self, num_rows: int, group: int) -> tuple[LatentTiles, LatentTiles]:
         """Return the tiles of rows, and of keys. Padding is one more sequence."""
@@ -93,12 +97,12 @@ class _PackedWindows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from spmd_rl.kernels.windows.attend_triton import Attended
-        from spmd_rl.kernels.windows.gradients_triton import Rows, window_gradients
+        from spmd_rl.kernels.windows.gradients_triton import WindowRows, window_gradients
 
         q, k, v, sinks, *found = ctx.saved_tensors
         attended, grad = Attended(*found), dense(grads[0])
         rows, blocks = ctx.tiles
-        made = window_gradients(Rows(q, k, v), attended, grad, ctx.window, rows, blocks)
+        made = window_gradients(WindowRows(q, k, v), attended, grad, ctx.window, rows, blocks)
         of_sinks = None
         if sinks is not None:
             of_sinks = gradient_of_sinks(sinks, attended.log_sum * math.log(2), made.inner)

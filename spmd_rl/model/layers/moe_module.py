@@ -82,11 +82,8 @@ class MoeMlp(nn.Module):
         self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
         self.replay: RouteReplay | None = None  # of what an engine recorded, in a trainer's pass
         self.part: ModelPart = WHOLE  # of the model that other ranks share
-        self.gate = (
-            CorrectedGate(hidden_size, num_experts)
-            if sigmoid
-            else Linear(hidden_size, num_experts, bias=biases)
-        )
+        gate = Linear(hidden_size, num_experts, bias=biases)
+        self.gate = CorrectedGate(hidden_size, num_experts) if sigmoid else gate
         self.num_experts = num_experts
         self.experts = nn.ModuleList(
             GatedMlp(hidden_size, expert_size, biases, limit) for _ in range(num_experts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract
+from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract, unproven
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.latents import backend
 from spmd_rl.kernels.latents.tiles import LatentSizes
@@ -120,6 +120,9 @@ def test_codes_of_latents_have_the_scale_of_keys(rows: tuple[Tensor, Tensor]) ->
 def test_a_gpu_takes_what_its_kernels_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, capability = torch.device("cuda"), [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    with pytest.raises(ConfigError, match="no GPU has run"):
+        attention_backend(576, torch.bfloat16, cuda, latent_dim=512)
+    monkeypatch.setattr(unproven, "are_allowed", True)
     chosen = attention_backend(576, torch.bfloat16, cuda, latent_dim=512)
     assert isinstance(chosen, backend.LatentKernels)
     assert chosen.fits_cuda_graphs(64, 16) and chosen.cache_shape(3, 64, 1, 576) == (3, 64, 1, 576)

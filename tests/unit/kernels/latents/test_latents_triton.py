@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import unproven
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
 
@@ -132,6 +133,7 @@ def test_products_of_heads_fit_too(inputs: int, outputs: int) -> None:
 
 def test_facts_say_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = [(9, 0)]
+    monkeypatch.setattr(unproven, "are_allowed", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     cuda = torch.device("cuda")
     facts = attention_backend(576, torch.bfloat16, cuda, latent_dim=512).facts()

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.token_attention import Reach
 from spmd_rl.kernels.windows.windows import PackedWindows, PagedWindows
 
 CPU = torch.device("cpu")
@@ -16,14 +15,14 @@ def packed(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: list[int], window: int
 ) -> Tensor:
     with torch.no_grad():
-        return PackedWindows(np.array(lengths), CPU)(q, k, v, Reach(window, sinks))
+        return PackedWindows(np.array(lengths), CPU)(q, k, v, sinks, window)
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, grad: Tensor, lengths: list[int], window: int
 ) -> tuple[Tensor, ...]:
     given = [one.requires_grad_() for one in (q, k, v, sinks)]
-    out = PackedWindows(np.array(lengths), CPU)(q, k, v, Reach(window, sinks))
+    out = PackedWindows(np.array(lengths), CPU)(q, k, v, sinks, window)
     return torch.autograd.grad(out, given, grad)
 
 
@@ -45,4 +44,4 @@ def paged(
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     num_keys = torch.tensor(starts, dtype=torch.int32) + counts
     attend = PagedWindows(pages.int(), num_keys, bounds, len(q) + 9)
-    return attend(q, keys, values, Reach(window, sinks))
+    return attend(q, keys, values, sinks, window)
