@@ -1,4 +1,4 @@
-"""Model shapes of the GPU benchmarks: those of Qwen3 and Qwen3.5, with random weights.
+"""Model shapes of the GPU benchmarks, with random weights.
 
     python -m benchmarks.shapes 0.6B FOLDER
 
@@ -37,6 +37,62 @@ QWEN3_5 = {
     "3.5-9B": (4096, 12288, 32, 16, 4, False, 256, 32),
     "3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 32),
 }
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 8192,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 163586,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 200002,
+}
+PUBLISHED: dict[str, dict[str, object]] = {"moonlight": MOONLIGHT, "gpt-oss-20b": GPT_OSS}
 STATES_LAST = -4.0  # `dt_bias` of random weights: about 0.95 of a state is left at each token
 MIXTURE = "30B-A3B"
 MIXTURE_SIZES = (2048, 6144, 48, 32, 4, False)
@@ -60,8 +116,11 @@ MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured
 
 
 def config(name: str) -> dict[str, object]:
-    """Return the config.json of a Qwen3 or Qwen3.5 of this size; "SIZE@N" has N layers."""
+    """Return the config.json of a model of this size; "SIZE@N" has N layers."""
     name, _, few = name.partition("@")
+    if name in PUBLISHED:
+        whole = PUBLISHED[name] | {"dtype": "bfloat16", "initializer_range": 0.02}
+        return whole | ({"num_hidden_layers": int(few)} if few else {})
     if name in QWEN3_5:
         return hybrid_config(name, int(few or QWEN3_5[name][2]))
     sizes = QWEN3 | {MIXTURE: MIXTURE_SIZES, TINY: TINY_SIZES}
@@ -130,6 +189,8 @@ def hybrid_config(name: str, layers: int) -> dict[str, object]:
 
 def title(name: str) -> str:
     """Return a shape's name for people: Qwen3-8B, or Qwen3.5-9B@8."""
+    if name.partition("@")[0] in PUBLISHED:
+        return name
     return f"Qwen{name}" if is_hybrid(name) else f"Qwen3-{name}"
 
 
