@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.config.combinations import ON, Combination, Condition, refuse
@@ -83,7 +82,7 @@ def check_inputs(
     spec = check_model(model, trainer=trainer)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)
-    tokenizer = light_tokenizer(Path(model))
+    tokenizer = light_tokenizer(model)
     for other in filter(None, (teacher, reward_model)):
         check_same_vocabulary(model, other)
         check_vocabulary(other, read_spec(model_folder(other)).vocab_size)
@@ -149,7 +148,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     if trainer:
         has_balance(spec, trainer)
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
-        if trainer.init == "folder":
+        if trainer.init == "folder" and spec.impl == "native":
             stored_weights(model, spec.parameter_shapes())
         if trainer.lora.folder:
             stored_adapters(trainer.lora, spec)

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.foreign.names import folder_of
 from spmd_rl.model.formats.coded_weights import scale_name
 from spmd_rl.model.formats.folders import file_formats
 from spmd_rl.model.json_fields import read_object
@@ -38,7 +39,7 @@ class StoredTensor(NamedTuple):
 
 
 def has_weights(folder: str | Path) -> bool:
-    return any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
+    return any((folder_of(folder) / name).is_file() for name in (SINGLE, INDEX))
 
 
 def weight_files(folder: str | Path) -> list[Path]:
