@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.foreign.network import ForeignLM
 from spmd_rl.offload.residency import Receipt
@@ -24,6 +24,7 @@ from spmd_rl.types.samples import Sample
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSink
 
+TAGS = ("weights", "kv")  # what may sleep
 Decode = Callable[[tuple[int, ...]], str]
 
 
@@ -50,6 +51,7 @@ class PlainEngine:
         self._waiting = WaitingQueue()
         self._keys: set[tuple[int, int]] = set()  # of all requests that are here
         self._validator = RequestValidator(model.spec, model.spec.max_positions)
+        self._asleep: set[str] = set()
         self._num_steps = self._num_generated = 0
 
     @property
@@ -71,6 +73,8 @@ class PlainEngine:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
+        if self._asleep:
+            raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)
         started = self._admit()
@@ -106,11 +110,16 @@ class PlainEngine:
         return [one.sample("aborted") for one in self._requests()]
 
     def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
-        """Forget keys and values; torch's allocator gives their memory to whoever asks next."""
+        """Forget keys and values: torch's allocator gives their memory to whoever asks next.
+
+        Weights stay where they are, whatever the tags say.
+        """
+        self._asleep |= set(tags or TAGS)
         self._forget_caches()
         return []
 
     def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        self._asleep -= set(tags or TAGS)
         return []
 
     def sink(self) -> TensorSink:
@@ -121,7 +130,13 @@ class PlainEngine:
         return self._model.contract(self._device, self._dtype)
 
     def stats(self) -> dict[str, int]:
-        return {"num_steps": self._num_steps, "num_generated_tokens": self._num_generated}
+        num_running, num_waiting = self.load
+        return {
+            "num_steps": self._num_steps,
+            "num_generated_tokens": self._num_generated,
+            "num_running": num_running,
+            "num_waiting": num_waiting,
+        }
 
     def _begin_push(self) -> None:
         self.version, self.is_pushing = None, True
