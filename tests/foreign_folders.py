@@ -26,6 +26,7 @@ WINDOW = {"head_dim": 16, "sliding_window": 8}
 GPT2 = {"vocab_size": 104, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 # what differs from the networks that we have: windows, caps, scales, biases, positions, experts
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {},
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
     "gemma2": WINDOW | {"final_logit_softcapping": 2.0},
     "granite": {"logits_scaling": 8.0, "residual_multiplier": 0.5},
@@ -39,7 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def write_foreign_folder(folder: Path, family: str = "gemma3_text", **config: Any) -> str:
     """Write a folder with random weights and a tokenizer; return the name of the model."""
     sizes = {} if family == "gpt2" else SIZES
-    made = AutoConfig.for_model(family, **(sizes | CONFIGS.get(family, {}) | config))
+    given = sizes | CONFIGS.get(family, {}) | config
+    made = AutoConfig.for_model(family, **given) if family != "gemma3" else _seeing_config()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         network = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
@@ -49,6 +51,17 @@ def write_foreign_folder(folder: Path, family: str = "gemma3_text", **config: An
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder)
     return f"transformers:{folder}"
+
+
+def _seeing_config() -> Any:
+    """Return the config of a model with a tower for pictures that is larger than its decoder."""
+    text = SIZES | CONFIGS["gemma3_text"]
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = tower | {"num_hidden_layers": 12, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    config.mm_tokens_per_image, config.eos_token_id = 4, 1
+    config.image_token_id, config.boi_token_index, config.eoi_token_index = 103, 102, 101
+    return config
 
 
 def reference(model: str) -> Any:

@@ -18,3 +18,8 @@ def is_foreign(model: str | Path) -> bool:
 def folder_of(model: str | Path) -> Path:
     """Return the folder of a model, which may not be there."""
     return Path(str(model).removeprefix(PREFIX))
+
+
+def named_like(model: str | Path, folder: Path) -> Path:
+    """Return the name of a model in another folder, which the same network computes."""
+    return Path(f"{PREFIX}{folder}") if is_foreign(model) else folder

@@ -32,7 +32,9 @@ def skeleton(model: str | Path) -> Any:
     Raises: ConfigError where transformers has no causal model for the folder.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     folder = folder_of(model)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -45,15 +47,16 @@ def skeleton(model: str | Path) -> Any:
     return network.train(False)  # nothing is dropped
 
 
-def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the layers of a network, and their name: the largest list of modules in it.
+def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
+    """Return the layers of a network's decoder, and their name: its largest list of modules.
 
     Raises: ConfigError where there is none.
     """
+    inside = set(network.get_decoder().modules())
     lists = [
         (name, module)
         for name, module in network.named_modules()
-        if isinstance(module, nn.ModuleList)
+        if isinstance(module, nn.ModuleList) and module in inside
     ]
     if not lists:
         raise ConfigError(f"{type(network).__name__} has no list of layers")

@@ -36,9 +36,7 @@ def foreign_weights(model: str | Path, seed: int | None = None) -> Iterator[tupl
 
 def _loaded(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     options = {"dtype": "auto", "trust_remote_code": False, "local_files_only": True}
     try:
         network, found = AutoModelForCausalLM.from_pretrained(

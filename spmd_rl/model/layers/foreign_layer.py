@@ -30,10 +30,10 @@ class ForeignLayer:
     @classmethod
     def of(cls, config: Any, tensors: tuple[TensorSpec, ...]) -> ForeignLayer:
         """Return a layer of a model with this config of `transformers`; without heads, one that
-        keeps no keys.
+        keeps as much of a token as one head of all its elements would.
         """
-        heads = getattr(config, "num_attention_heads", None) or 0
-        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(tensors, heads, size, key_heads)
 
@@ -59,7 +59,7 @@ class ForeignLayer:
         )
 
     def cache(self, tp: int = 1) -> CacheSpec | None:
-        return CacheSpec(((self.key_heads, self.size),) * 2) if self.heads else None
+        return CacheSpec(((self.key_heads, self.size),) * 2)
 
     def part(self, tp: int) -> NoReturn:
         raise ConfigError(ALONE)
@@ -68,4 +68,4 @@ class ForeignLayer:
         return ()
 
     def module(self, number: int) -> nn.Module:
-        raise ConfigError("transformers computes this model, and our network has no such layer")
+        raise ConfigError("transformers computes this model, and our own network alone runs here")
