@@ -136,9 +136,9 @@ def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
 
 
 def _build_plain(cfg: PlainEngineConfig, site: EngineSite) -> Engine:
-    from spmd_rl.rollout.plain.build import build
+    from spmd_rl.rollout.plain.engine import PlainEngine
 
-    return build(cfg, site.model, site.context.device, site.decode)
+    return PlainEngine(cfg, site.model, site.context.device, site.decode)
 
 
 NATIVE = EngineKind(

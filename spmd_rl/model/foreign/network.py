@@ -44,6 +44,11 @@ def skeleton(model: str | Path) -> Any:
         raise ConfigError(f"transformers has no causal model for {folder}: {error}") from None
     if network.get_decoder() is network or network.get_output_embeddings() is None:
         raise ConfigError(f"{folder}: {type(network).__name__} has no head beside its layers")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{folder} is quantized, and transformers would not train its weights")
+    trained = dict(network.named_parameters(remove_duplicate=False))
+    if others := sorted(network.state_dict().keys() - trained.keys()):
+        raise ConfigError(f"{folder} stores {others[0]}, which is no parameter, and is not read")
     return network.train(False)  # nothing is dropped
 
 

@@ -6,7 +6,8 @@ mask, whatever the network does with positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,56 +19,36 @@ from spmd_rl.rollout.native.stop_strings import StopStringMatcher
 from spmd_rl.types.token_data import TokenData
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
-    """A request that runs, and what it drew since it began.
-
-    It ends with a token of `stop_ids`, with a text that `matcher` finds, or at `max_length` tokens.
-    """
+    """A request that runs, with its answer so far. `matcher` has read all tokens but the newest."""
 
     request: Request
-    stop_ids: frozenset[int]
     matcher: StopStringMatcher | None
-    max_length: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kept: list[bytes] = field(default_factory=list)
-
-    @property
-    def num_drawn(self) -> int:
-        """The tokens of the answer, those of earlier runs included."""
-        return len(self.request.past) + len(self.tokens)
-
-    @property
-    def context(self) -> NDArray[np.int32]:
-        """All tokens, the prompt first."""
-        drawn = np.array(self.tokens, np.int32)
-        return np.concatenate([self.request.prompt, self.request.past.tokens, drawn])
 
     def add(self, version: int, token: int, logprob: float, kept: bytes) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        self.kept.append(kept)
-
-    def is_stopped(self) -> bool:
-        """Return whether the newest token ends the answer. It is asked once for each token."""
-        found = self.matcher is not None and self.matcher.push(self.tokens[-1])
-        return found or self.tokens[-1] in self.stop_ids
-
-    def is_full(self) -> bool:
-        return len(self.request.prompt) + self.num_drawn >= self.max_length
-
-    def answered(self) -> Request:
-        """Return the request that goes on from here."""
+        """Add a token to the answer."""
         drawn = TokenData(
-            np.array(self.tokens, np.int32),
-            np.array(self.logprobs, np.float32),
-            np.array(self.versions, np.int32),
-            b"".join(self.kept),
+            np.array([token], np.int32),
+            np.array([logprob], np.float32),
+            np.array([version], np.int32),
+            kept,
         )
-        return self.request.after(TokenData.join([self.request.past, drawn]))
+        self.request = self.request.after(TokenData.join([self.request.past, drawn]))
+
+    def is_stopped(self, eos_ids: Container[int]) -> bool:
+        """Return whether the newest token ends the answer. It is asked once for each token."""
+        token, sampling = int(self.request.past.tokens[-1]), self.request.sampling
+        found = self.matcher is not None and self.matcher.push(token)
+        is_end = token in eos_ids and not sampling.ignore_eos
+        return found or is_end or token in sampling.stop_ids
+
+    def is_full(self, most_tokens: int) -> bool:
+        """Return whether the answer has all its tokens, in a context of `most_tokens`."""
+        request = self.request
+        return request.num_tokens >= min(
+            len(request.prompt) + request.sampling.max_tokens, most_tokens
+        )
 
 
 @dataclass
@@ -79,13 +60,14 @@ class Cohort:
 
     def inputs(self) -> NDArray[np.int64]:
         """Return the tokens that the cache does not have. Shape: [M, L]."""
-        if self.cache is None:
-            return np.stack([row.context for row in self.rows]).astype(np.int64)
-        return np.array([row.tokens[-1:] for row in self.rows], np.int64)
+        first = 0 if self.cache is None else -1
+        requests = [row.request for row in self.rows]
+        whole = [np.concatenate([one.prompt, one.past.tokens])[first:] for one in requests]
+        return np.stack(whole).astype(np.int64)
 
-    def keep(self, left: set[int]) -> None:
-        """Go on with the rows of these identities alone."""
-        places = [place for place, row in enumerate(self.rows) if id(row) in left]
+    def keep(self, left: Container[Running]) -> None:
+        """Go on with these rows alone."""
+        places = [place for place, row in enumerate(self.rows) if row in left]
         if len(places) == len(self.rows):
             return
         self.rows = [self.rows[place] for place in places]

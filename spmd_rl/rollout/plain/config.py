@@ -5,29 +5,18 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.formats import WeightFormat
-from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents
 from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.rollout.kv_pages import UnpagedConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
 
 
 @dataclass(frozen=True)
-class PlainEngineConfig:
+class PlainEngineConfig(UnpagedConfig):
     """The engine of models that transformers computes: it is correct and simple, not fast."""
 
-    promises_bits: ClassVar[bool] = False  # a cache of transformers has other bits than a whole row
-    weights: ClassVar[WeightFormat] = "full"
-    cache: ClassVar[CacheFormat] = "full"
-    cache_exponents: ClassVar[Exponents] = (0, 0)
-    maps_peers: ClassVar[bool] = False
     returns_kept_sets: ClassVar[bool] = True
     sleep_weights: ClassVar[bool] = False  # keys and values alone are given back
-    # transformers allocates keys and values as it goes; the plan counts them by the token
-    num_pages: ClassVar[int] = 0
-    page_tokens: ClassVar[int] = 1
-    max_step_tokens: ClassVar[int] = 0
     memory_fraction: ClassVar[float] = 0.9
 
     kind: Literal["plain"] = "plain"  # which engine generates
@@ -40,9 +29,7 @@ class PlainEngineConfig:
         return []
 
     def __post_init__(self) -> None:
-        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        fits = self.dtype in ("auto", "float32", "bfloat16")
-        require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
+        self._check_sizes()
 
 
 def in_place_of(native: NativeEngineConfig) -> PlainEngineConfig:

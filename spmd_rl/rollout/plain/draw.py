@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import sample_and_score, stream_bases
@@ -15,14 +14,16 @@ from spmd_rl.kernels.vocab.kept_sets import encoded_rows
 from spmd_rl.kernels.vocab.kept_words import KeptRows
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice, SampledOnHost, SampledTokens
-from spmd_rl.rollout.plain.cohort import Running
 
 DTYPES = {"top_k": np.int64, "top_p": np.float32, "min_p": np.float32}
 
 
-def draw(rows: Sequence[Running], logits: Tensor) -> SampledOnHost:
-    """Return a token of each row, its log-prob, and what its filters kept. Shape: logits [M, V]."""
-    device, settings = logits.device, [row.request.sampling for row in rows]
+def draw(asked: Sequence[Request], logits: Tensor) -> SampledOnHost:
+    """Return a token of each request, its log-prob, and what its filters kept.
+
+    Shape: logits [M, V].
+    """
+    device, settings = logits.device, [one.sampling for one in asked]
 
     def column(values: Iterable[Any], dtype: type) -> Tensor:
         return upload(np.array(list(values), dtype), device)
@@ -34,22 +35,17 @@ def draw(rows: Sequence[Running], logits: Tensor) -> SampledOnHost:
         replays = column((one.replays for one in settings), np.bool_)
         kept = KeptRows.empty(replays, logits.shape[1])
     greedy = column((one.temperature == 0 for one in settings), np.bool_)
+    keys = np.array([(one.seed, one.uid, one.index) for one in asked], np.int64)
     tokens, logprobs = sample_and_score(
         logits,
         column(
             (np.float32(1) / np.float32(one.scored_temperature) for one in settings), np.float32
         ),
-        upload(_bases([row.request for row in rows]), device),
-        column((row.num_drawn for row in rows), np.int64),
+        upload(stream_bases(*keys.T), device),
+        column((len(one.past) for one in asked), np.int64),
         greedy=greedy if greedy.any() else None,
         kept=kept,
         **filters,
     )
     encoded = None if kept is None else encoded_rows(kept, logits.shape[1])
     return SampledTokens(SampledOnDevice(tokens, logprobs, encoded), device).wait()
-
-
-def _bases(asked: Sequence[Request]) -> NDArray[np.int64]:
-    """Return what the random keys of each request are made from. Shape: [M]."""
-    keys = np.array([(one.seed, one.uid, one.index) for one in asked], np.int64)
-    return stream_bases(*keys.T)

@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ResidencyError, SpmdError
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.foreign.network import ForeignLM
+from spmd_rl.model.foreign.weights import foreign_weights
+from spmd_rl.model.hf import fill
+from spmd_rl.model.read import read_spec
+from spmd_rl.model.weight_files import has_weights
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.engine import NO_WEIGHTS
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.stop_strings import StopStringMatcher
 from spmd_rl.rollout.plain.cohort import Cohort, Running
+from spmd_rl.rollout.plain.config import PlainEngineConfig
 from spmd_rl.rollout.plain.draw import draw
 from spmd_rl.rollout.waiting_queue import WaitingQueue
 from spmd_rl.types.prompts import prompt_name
@@ -24,6 +30,7 @@ from spmd_rl.types.samples import Sample
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSink
 
+FOLDER_VERSION = 0
 TAGS = ("weights", "kv")  # what may sleep
 Decode = Callable[[tuple[int, ...]], str]
 
@@ -31,28 +38,29 @@ Decode = Callable[[tuple[int, ...]], str]
 class PlainEngine:
     """Implements `rollout.engine.Engine` over a network of `transformers` and its caches.
 
-    `decode` turns tokens into text, which stop strings need. Requests wait until half of the
-    `max_batch` places are free, so that many of equal length begin together.
+    `decode` turns tokens into text, which stop strings need. Requests wait until half of the places
+    are free, so that many of equal length begin together. The engine has the weights of the folder
+    from the first, if it has some and the config asks for them.
+    Raises: ConfigError if the model folder does not serve.
     """
 
     def __init__(
-        self,
-        model: ForeignLM,
-        max_batch: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        decode: Decode,
+        self, cfg: PlainEngineConfig, model: str, device: torch.device, decode: Decode
     ) -> None:
-        self._model, self._dtype, self._device = model, dtype, device
-        self._max_batch, self._decode = max_batch, decode
+        self._spec, self._dtype = read_spec(model), getattr(torch, dtype_of(cfg.dtype, device))
+        self._model = ForeignLM(self._spec, model).materialise(device, self._dtype)
+        self._max_batch, self._device, self._decode = cfg.max_batch, device, decode
         self.version: int | None = None
         self.is_pushing = False
         self._cohorts: list[Cohort] = []
         self._waiting = WaitingQueue()
         self._keys: set[tuple[int, int]] = set()  # of all requests that are here
-        self._validator = RequestValidator(model.spec, model.spec.max_positions)
+        self._validator = RequestValidator(self._spec, self._spec.max_positions)
         self._asleep: set[str] = set()
         self._num_steps = self._num_generated = 0
+        if cfg.load_weights and has_weights(model):
+            fill(self._model, foreign_weights(model))
+            self._use_version(FOLDER_VERSION)
 
     @property
     def has_work(self) -> bool:
@@ -82,7 +90,8 @@ class PlainEngine:
         if not rows:
             return _output([], [], [])
         try:
-            drawn = draw(rows, torch.cat([self._logits(one) for one in self._cohorts]))
+            logits = torch.cat([self._logits(one) for one in self._cohorts])
+            drawn = draw([row.request for row in rows], logits)
             if np.isnan(drawn.logprobs).any():
                 raise SpmdError(f"weights version {self.version} give NaN logits")
         except BaseException:  # caches may have a token more than their rows
@@ -153,7 +162,7 @@ class PlainEngine:
             cohort.cache = None
 
     def _requests(self) -> list[Request]:
-        return [*(row.answered() for row in self._running()), *self._waiting]
+        return [*(row.request for row in self._running()), *self._waiting]
 
     def _running(self) -> Iterator[Running]:
         return (row for cohort in self._cohorts for row in cohort.rows)
@@ -173,14 +182,12 @@ class PlainEngine:
         return [(one.uid, one.index) for one in begun]
 
     def _begin(self, request: Request) -> Running:
-        sampling, spec, matcher = request.sampling, self._model.spec, None
-        eos_ids = () if sampling.ignore_eos else spec.eos_ids
-        if sampling.stop:
-            matcher = StopStringMatcher(sampling.stop, self._decode)
-            for token in request.past.tokens.tolist():
-                matcher.push(token)
-        longest = min(len(request.prompt) + sampling.max_tokens, spec.max_positions)
-        return Running(request, frozenset((*sampling.stop_ids, *eos_ids)), matcher, longest)
+        if not request.sampling.stop:
+            return Running(request, None)
+        matcher = StopStringMatcher(request.sampling.stop, self._decode)
+        for token in request.past.tokens.tolist():
+            matcher.push(token)
+        return Running(request, matcher)
 
     def _logits(self, cohort: Cohort) -> Tensor:
         tokens = upload(cohort.inputs(), self._device)
@@ -191,19 +198,18 @@ class PlainEngine:
         """Remove the rows whose newest token was their last, and return their samples."""
         ended, left = list[Sample](), list[Running]()
         for row in self._running():
-            is_stopped = row.is_stopped()
-            if not is_stopped and not row.is_full():
+            is_stopped = row.is_stopped(self._spec.eos_ids)
+            if is_stopped or row.is_full(self._spec.max_positions):
+                self._keys.discard((row.request.uid, row.request.index))
+                ended.append(row.request.sample("completed" if is_stopped else "truncated"))
+            else:
                 left.append(row)
-                continue
-            request = row.answered()
-            self._keys.discard((request.uid, request.index))
-            ended.append(request.sample("completed" if is_stopped else "truncated"))
         self._keep(left)
         return ended
 
     def _keep(self, left: list[Running]) -> None:
         """Go on with these rows alone."""
-        kept = {id(row) for row in left}
+        kept = set(left)
         for cohort in self._cohorts:
             cohort.keep(kept)
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
@@ -212,11 +218,12 @@ class PlainEngine:
 def _output(
     rows: list[Running], finished: list[Sample], started: list[tuple[int, int]]
 ) -> StepOutput:
+    asked = [row.request for row in rows]
     return StepOutput(
-        np.array([row.request.uid for row in rows], np.int64),
-        np.array([row.request.index for row in rows], np.int64),
-        np.array([row.tokens[-1] for row in rows], np.int64),
-        np.array([row.logprobs[-1] for row in rows], np.float32),
+        np.array([one.uid for one in asked], np.int64),
+        np.array([one.index for one in asked], np.int64),
+        np.array([one.past.tokens[-1] for one in asked], np.int64),
+        np.array([one.past.logprobs[-1] for one in asked], np.float32),
         finished,
         started,
         [0] * len(started),

@@ -24,7 +24,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.train.microbatch import MicroBatch, lay_out
-from tests.foreign_folders import CONFIGS, reference, write_foreign_folder
+from tests.foreign_folders import CONFIGS, SIZES, reference, write_foreign_folder
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 2, 9)
@@ -162,6 +162,22 @@ def test_what_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(ConfigError, match="transformers has no causal model for"):
             read_spec(f"transformers:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "sentence"),
+    [
+        ("phi", {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        ("glm4_moe", {"n_routed_experts": 4}, "e_score_correction_bias, which is no parameter"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    family: str, config: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    model = {"model_type": family, "head_dim": 16} | SIZES | config
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=sentence):
+        read_spec(f"transformers:{tmp_path}")
 
 
 def test_our_own_network_does_not_compute_such_a_model(models: dict[str, str]) -> None:

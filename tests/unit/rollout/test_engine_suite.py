@@ -14,8 +14,8 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.build import build as build_native
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.plain.build import build as build_plain
 from spmd_rl.rollout.plain.config import PlainEngineConfig
+from spmd_rl.rollout.plain.engine import PlainEngine
 from tests.dist.train_case import write_model_folder
 from tests.engine_suite import EngineCase, EngineSuite
 from tests.foreign_folders import write_foreign_folder
@@ -57,7 +57,7 @@ class TestPlain(EngineSuite):
     @pytest.fixture
     def case(self, foreign: str) -> EngineCase:
         cfg = PlainEngineConfig(max_batch=16, load_weights=False)
-        engine = build_plain(cfg, foreign, CPU, decode)
+        engine = PlainEngine(cfg, foreign, CPU, decode)
 
         def advance(steps: int) -> None:
             for _ in range(steps):

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ConfigError
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.plain.build import build
 from spmd_rl.rollout.plain.config import PlainEngineConfig, in_place_of
 from spmd_rl.rollout.plain.engine import PlainEngine
 from spmd_rl.types.kept_sets import decode_sets
@@ -30,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def engine_of(model: str, max_batch: int = 16) -> PlainEngine:
-    return build(PlainEngineConfig(max_batch=max_batch), model, CPU, str)
+    return PlainEngine(PlainEngineConfig(max_batch=max_batch), model, CPU, str)
 
 
 def prompt(uid: int) -> NDArray[np.int32]:
