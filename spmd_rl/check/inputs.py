@@ -26,7 +26,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.stored_adapters import stored_adapters
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
-from spmd_rl.model.weight_files import stored_weights
+from spmd_rl.model.weight_files import stored_weights, weight_files
 from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rewards.gold import check_prompt
 from spmd_rl.rewards.ready import check_graders, checked_graders
@@ -150,6 +150,8 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder" and spec.impl == "native":
             stored_weights(model, spec.parameter_shapes())
+        elif trainer.init == "folder":
+            weight_files(model)  # whose tensors transformers names and converts
         if trainer.lora.folder:
             stored_adapters(trainer.lora, spec)
     return spec

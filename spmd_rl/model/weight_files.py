@@ -48,8 +48,9 @@ def weight_files(folder: str | Path) -> list[Path]:
     Raises: ConfigError if there are neither, if a file of the index is missing or outside the
     folder, or if there is an adapter.
     """
-    single, index = Path(folder) / SINGLE, Path(folder) / INDEX
-    if (Path(folder) / ADAPTER).is_file():
+    path = folder_of(folder)
+    single, index = path / SINGLE, path / INDEX
+    if (path / ADAPTER).is_file():
         raise ConfigError(
             f"{folder} holds {ADAPTER}, and adapters are not applied: "
             "merge it into the weights first"

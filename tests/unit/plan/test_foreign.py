@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from spmd_rl.check.inputs import check_model
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.model.read import read_spec
 from spmd_rl.plan.command import main
+from spmd_rl.train.config import TrainerConfig
 from tests.foreign_folders import write_foreign_folder
 
 WITH = "does not go with a model that transformers computes"
@@ -61,3 +64,15 @@ def test_the_plan_says_what_is_estimated(
     count = f"{read_spec(model).num_parameters:,}"
     assert f"model        gemma3_text, {count} parameters\nestimates    are all" in printed
     assert "fits in 80 GiB" in printed
+
+
+def test_a_run_without_weights_is_refused_unless_they_are_random(
+    model: str, tmp_path: Path
+) -> None:
+    bare = f"transformers:{tmp_path}"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(model.removeprefix("transformers:")) / name, tmp_path)
+    with pytest.raises(ConfigError, match="holds no weights"):
+        check_model(bare, trainer=TrainerConfig())
+    assert check_model(bare, trainer=TrainerConfig(init="random")).impl == "transformers"
+    assert check_model(model, trainer=TrainerConfig()).impl == "transformers"
