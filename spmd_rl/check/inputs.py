@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.config.combinations import ON, Combination, Condition, refuse
@@ -27,7 +26,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.stored_adapters import stored_adapters
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
-from spmd_rl.model.weight_files import stored_weights
+from spmd_rl.model.weight_files import stored_weights, weight_files
 from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rewards.gold import check_prompt
 from spmd_rl.rewards.ready import check_graders, checked_graders
@@ -83,7 +82,7 @@ def check_inputs(
     spec = check_model(model, trainer=trainer)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)
-    tokenizer = light_tokenizer(Path(model))
+    tokenizer = light_tokenizer(model)
     for other in filter(None, (teacher, reward_model)):
         check_same_vocabulary(model, other)
         check_vocabulary(other, read_spec(model_folder(other)).vocab_size)
@@ -149,8 +148,10 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     if trainer:
         has_balance(spec, trainer)
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
-        if trainer.init == "folder":
+        if trainer.init == "folder" and spec.impl == "native":
             stored_weights(model, spec.parameter_shapes())
+        elif trainer.init == "folder":
+            weight_files(model)  # whose tensors transformers names and converts
         if trainer.lora.folder:
             stored_adapters(trainer.lora, spec)
     return spec

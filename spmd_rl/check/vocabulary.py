@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import ConfigError
@@ -14,7 +13,7 @@ from spmd_rl.model.tokenizer import FolderTokenizer, light_tokenizer, load_token
 
 def check_vocabulary(model: str, vocab_size: int) -> None:
     """Raise ConfigError unless a model of this size has a row for each id of its tokenizer."""
-    tokenizer = light_tokenizer(Path(model))
+    tokenizer = light_tokenizer(model)
     last, token = last_id(tokenizer) if tokenizer else _last_id_elsewhere(model)
     if last >= vocab_size:
         raise ConfigError(

@@ -27,6 +27,7 @@ from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.replay.weights import ReplayWeights
 from spmd_rl.microscope.role_pass import SPLIT, forward_pass
 from spmd_rl.model.attention import backend_of
+from spmd_rl.model.foreign.names import NOT_COMPARED, is_foreign
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.model.read import read_spec
@@ -249,8 +250,10 @@ def require_chosen_program(options: argparse.Namespace, settings: dict[str, Any]
     """Require that the command line chooses SGLang, its interpreter and its options.
 
     A run's folder may come from anybody, so what its settings name is not run.
-    Raises: ConfigError with the words to add.
+    Raises: ConfigError with the words to add, or for a model without bits to compare.
     """
+    if is_foreign(str(settings.get("model"))):
+        raise ConfigError(f"{NOT_COMPARED}, so none are looked for here")
     if engine_of(settings) != "sglang":
         return
     engine, words = settings["engine"], []

@@ -21,6 +21,7 @@ from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.families.folder_layout import ExpertPart
 from spmd_rl.model.folder_names import TypedTensor, as_in_folder
+from spmd_rl.model.foreign.names import folder_of, is_foreign
 from spmd_rl.model.formats import FORMATS, WeightFormat, mxfp4
 from spmd_rl.model.formats.coded_tensors import (
     as_codes,
@@ -232,6 +233,32 @@ def save_folder(
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
+    if is_foreign(like):
+        _write_foreign(part, like, tensors, dtype)
+    else:
+        _write_own(part, like, tensors, dtype, head)
+    atomic_write.finish_folder(target)
+
+
+def _write_foreign(
+    part: Path, like: str | Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> None:
+    """Have transformers write the weights of its network. Raises: ConfigError for 8 bits."""
+    from spmd_rl.model.foreign.weights import write_foreign
+
+    if format_written_as(dtype) != "full":
+        raise ConfigError(f"{like} is not written in few bits: give --dtype=bfloat16")
+    write_foreign(part, like, tensors, dtype)
+    _copy_config_and_tokenizer(folder_of(like), part, dtype, "lm", {})
+
+
+def _write_own(
+    part: Path,
+    like: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    head: Head,
+) -> None:
     spec, extra = read_spec(like), dict[str, Any]()
     dtypes = dict.fromkeys(spec.fixed_names(), torch.float32)
     if (weights := format_written_as(dtype)) != "full":
@@ -245,7 +272,6 @@ def save_folder(
     typed = ((name, one, dtypes.get(name, dtype)) for name, one in tensors)
     unused = ((name, one, one.dtype) for name, one in read_stored(unused_tensors(like)))
     _write_shards(part, itertools.chain(as_in_folder(typed, spec, like), unused))
-    atomic_write.finish_folder(target)
 
 
 def _copy_config_and_tokenizer(

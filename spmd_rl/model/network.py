@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -107,6 +107,11 @@ class CausalLM(nn.Module):
             if isinstance(module, Linear) and name.rpartition(".")[2] in adapted:
                 module.adapt(lora.rank, lora.scale)
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers that are here, in order."""
+        return list(self.model.layers)
 
     def contract(
         self, device: torch.device, dtype: torch.dtype, attention_split: int = 0

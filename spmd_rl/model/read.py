@@ -10,6 +10,7 @@ from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES, Family
 from spmd_rl.model.families.text_config import text_config
+from spmd_rl.model.foreign.names import folder_of, is_foreign
 from spmd_rl.model.formats.folders import check_quantization
 from spmd_rl.model.json_fields import (
     MOST_LAYERS,
@@ -51,9 +52,10 @@ def read_spec(folder: str | Path) -> ModelSpec:
     if not path.is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     generation = path.with_name("generation_config.json")
-    return _parse(
-        path, path.read_bytes(), generation.read_bytes() if generation.is_file() else None
-    )
+    contents = path.read_bytes(), generation.read_bytes() if generation.is_file() else None
+    if is_foreign(folder):
+        return _parse_foreign(str(folder), path, *contents)
+    return _parse(path, *contents)
 
 
 def head_of(folder: str | Path) -> Head:
@@ -71,29 +73,41 @@ def head_of(folder: str | Path) -> Head:
 
 def model_folder(folder: str | Path) -> Path:
     """Return the folder as a path. Raises: ConfigError if there is no such folder."""
-    if not Path(folder).is_dir():
+    path = folder_of(folder)
+    if not path.is_dir():
         raise ConfigError(
-            f"no model folder at {folder}: models are read from disk (`hf download` brings one "
-            f"there){did_you_mean_path(folder)}"
+            f"no model folder at {path}: models are read from disk (`hf download` brings one "
+            f"there){did_you_mean_path(path)}"
         )
-    return Path(folder)
+    return path
+
+
+@lru_cache(NUM_KEPT)
+def _parse_foreign(model: str, path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
+    """Read the folder of a model that `transformers` computes; it is imported here."""
+    from spmd_rl.model.foreign.spec import foreign_spec
+
+    return foreign_spec(model, _eos_ids(*_fields(path, content, generation)))
+
+
+def _fields(path: Path, content: bytes, generation: bytes | None) -> tuple[Fields, Fields | None]:
+    config = Fields(str(path), parse_object(path, content))
+    if generation is None:
+        return config, None
+    beside = path.with_name("generation_config.json")
+    return config, Fields(str(beside), parse_object(beside, generation))
 
 
 @lru_cache(NUM_KEPT)
 def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
     """Read both files of a folder, from their contents."""
-    config = Fields(str(path), parse_object(path, content))
-    generation_path = path.with_name("generation_config.json")
-    of_generation = (
-        None
-        if generation is None
-        else Fields(str(generation_path), parse_object(generation_path, generation))
-    )
+    config, of_generation = _fields(path, content, generation)
     model_type = config.value("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"{path}: model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
-            f"{_of_mixtures(config.raw)}"
+            f"{_of_mixtures(config.raw)}; --model=transformers:{path.parent} has it computed by "
+            "transformers, without equal bits"
         )
     family = FAMILIES[model_type]
     if family.prefix:

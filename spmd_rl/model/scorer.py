@@ -105,6 +105,10 @@ class Scorer(nn.Module):
         self.attention_split = attention_split
         self.recomputes = recomputes
 
+    def hidden(self, batch: ScoredTokens) -> Tensor:
+        """Return the hidden states that the head reads. Shape: [T, C]."""
+        return hidden_states(self.model, batch, self.attention_split)
+
     def forward(
         self, batch: ScoredTokens, entropy_grad: bool = False, candidates: Tensor | None = None
     ) -> Scores:
@@ -115,7 +119,7 @@ class Scorer(nn.Module):
         """
         if candidates is not None and batch.kept is not None:
             raise ContractError(CANDIDATES_OF_SETS)
-        hidden = hidden_states(self.model, batch, self.attention_split)
+        hidden = self.hidden(batch)
         if hidden.is_cuda and not self.recomputes and batch.num_scored > 0:
             return head_logprobs(
                 hidden.index_select(0, batch.rows),
@@ -158,7 +162,7 @@ class Scorer(nn.Module):
         No gradient is kept.
         Shape: [M, K] int32, and [M, K] fp32.
         """
-        hidden = hidden_states(self.model, batch, self.attention_split)
+        hidden = self.hidden(batch)
         if batch.num_scored == 0:
             nothing = hidden.new_empty((0, num_top), dtype=torch.float32)
             return nothing.int(), nothing

@@ -48,6 +48,11 @@ class ModelSpec:
     row_shards: int = 1
 
     @property
+    def impl(self) -> str:
+        """Whose network computes the model: "native" is ours."""
+        return "native"
+
+    @property
     def num_layers(self) -> int:
         return len(self.blocks)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.foreign.names import folder_of
 from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer_rules import is_as_written
@@ -27,8 +28,9 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 class FolderTokenizer:
     """The part of transformers' tokenizer interface that this package uses, with equal results."""
 
-    def __init__(self, folder: Path, rust: Any, config: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, model: str | Path, rust: Any, config: dict[str, Any]) -> None:
+        self.model = model
+        self.folder = folder_of(model)
         self._rust = rust
         self._config = config
         rust.no_truncation()  # a file stores the settings of the last call before it was saved
@@ -37,12 +39,12 @@ class FolderTokenizer:
     @cached_property
     def context(self) -> int:
         """Positions of the folder's model."""
-        return read_spec(self.folder).max_positions
+        return read_spec(self.model).max_positions
 
     @cached_property
     def config_eos_ids(self) -> tuple[int, ...]:
         """The ids that end a text by the model's config, whatever the tokenizer says."""
-        return read_spec(self.folder).eos_ids
+        return read_spec(self.model).eos_ids
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -108,22 +110,23 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     """
     path = model_folder(folder)
     check_has_tokenizer(path)
-    if (light := light_tokenizer(path)) is not None:
+    if (light := light_tokenizer(folder)) is not None:
         return light
-    spec = read_spec(path)
+    spec = read_spec(folder)
     tokenizer: FolderTokenizer = _auto_tokenizer(path)
     tokenizer.context, tokenizer.config_eos_ids = spec.max_positions, spec.eos_ids
     return tokenizer
 
 
-def light_tokenizer(folder: Path) -> FolderTokenizer | None:
-    """Load the folder's tokenizer.json.
+def light_tokenizer(model: str | Path) -> FolderTokenizer | None:
+    """Load the tokenizer.json of a model's folder.
 
     Returns None where there is none, or where transformers makes another tokenizer of it.
     Raises: ConfigError if the file does not load.
     """
     from tokenizers import Tokenizer
 
+    folder = folder_of(model)
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -134,12 +137,12 @@ def light_tokenizer(folder: Path) -> FolderTokenizer | None:
         raise ConfigError(f"{file} does not load: {error}") from error
     files = {path.name for path in folder.iterdir()}
     as_written = is_as_written(rust, _read_if_there(folder / "config.json"), config, files)
-    return FolderTokenizer(folder, rust, config) if as_written else None
+    return FolderTokenizer(model, rust, config) if as_written else None
 
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Return whether the folder has a file with a vocabulary."""
-    return any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern))
+    return any(found for pattern in VOCABULARIES for found in folder_of(folder).glob(pattern))
 
 
 def check_has_tokenizer(folder: str | Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.families.folder_layout import ExpertPart, FolderLayout
+from spmd_rl.model.foreign.names import folder_of
 from spmd_rl.model.formats import mxfp4
 from spmd_rl.model.formats.coded_weights import scale_name
 from spmd_rl.model.formats.folders import file_formats
@@ -42,7 +43,7 @@ class StoredTensor(NamedTuple):
 
 
 def has_weights(folder: str | Path) -> bool:
-    return any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
+    return any((folder_of(folder) / name).is_file() for name in (SINGLE, INDEX))
 
 
 def weight_files(folder: str | Path) -> list[Path]:
@@ -51,8 +52,9 @@ def weight_files(folder: str | Path) -> list[Path]:
     Raises: ConfigError if there are neither, if a file of the index is missing or outside the
     folder, or if there is an adapter.
     """
-    single, index = Path(folder) / SINGLE, Path(folder) / INDEX
-    if (Path(folder) / ADAPTER).is_file():
+    path = folder_of(folder)
+    single, index = path / SINGLE, path / INDEX
+    if (path / ADAPTER).is_file():
         raise ConfigError(
             f"{folder} holds {ADAPTER}, and adapters are not applied: "
             "merge it into the weights first"

@@ -16,6 +16,7 @@ from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.train.fsdp2.axes import ADVICE
 from spmd_rl.train.kinds import kind_of
+from spmd_rl.train.refusals import FOREIGN_REFUSED
 
 ROW_SHARDS_REFUSED = tuple(
     Combination(
@@ -68,6 +69,7 @@ def check_together(needs: RunNeeds, placements: Placements) -> None:
         "trainer": needs.trainer if needs.pushes or needs.engine is None else None,
         "model": model,
         "model.head": _head(needs),
+        "sampling": needs.sampling,
     }
     if model:
         spec = read_spec(model)
@@ -75,8 +77,9 @@ def check_together(needs: RunNeeds, placements: Placements) -> None:
             "model.num_experts": spec.num_experts,
             "model.whole_layers": spec.whole_layers,
             "model.corrections": spec.fixed_names(),
+            "model.impl": spec.impl,
         }
-    refuse(ROW_SHARDS_REFUSED, settings)
+    refuse((*ROW_SHARDS_REFUSED, *FOREIGN_REFUSED), settings)
     if needs.engine is not None:
         refuse(kind_of_engine(needs.engine).refused, settings)
     if needs.trainer is not None:

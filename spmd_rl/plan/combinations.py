@@ -84,6 +84,10 @@ def sections() -> list[Section]:
         Section("The native engine", native.REFUSED, "engine"),
         Section("The native engine and the run", engines.NATIVE.refused),
         Section("SGLang", engines.SGLANG.refused),
+        Section(
+            "Models that transformers computes",
+            (*trainer.FOREIGN_REFUSED, *engines.PLAIN.refused),
+        ),
         Section("Roles on the same ranks", (*axes.ROW_SHARDS_REFUSED, *ROLES_REFUSED)),
         Section("Samplers", sampler.REFUSED, "sampler"),
         Section("On-policy recipes", sampler.ON_POLICY_REFUSED),

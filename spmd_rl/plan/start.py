@@ -12,6 +12,7 @@ from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.mesh.world import World
+from spmd_rl.model.foreign.names import NOT_COMPARED, is_foreign
 from spmd_rl.model.formats.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
@@ -22,15 +23,16 @@ from spmd_rl.plan.sleep import effective_phases
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
-    The sentences say why the policy is so, which backend trains if it is not FSDP2, and
-    what is in few bits.
+    The sentences say that bits are not compared if transformers computes the model, why the policy
+    is so, which backend trains if it is not FSDP2, and what is in few bits.
     Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
-    trainer = RunNeeds.of(cfg).trainer
+    needs = RunNeeds.of(cfg)
+    trainer, bits = needs.trainer, NOT_COMPARED if is_foreign(needs.model) else ""
     backend = "" if trainer is None else trainer.backend.describe()
     formats = {} if trainer is None else format_sentences(trainer)
-    said = backend, *(f"{name} {sentence}" for name, sentence in formats.items()), why
+    said = bits, backend, *(f"{name} {sentence}" for name, sentence in formats.items()), why
     return policy, [sentence for sentence in said if sentence]
 
 

@@ -30,6 +30,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
     if plan.spec is None:
         return
     yield f"model        {plan.spec.family}, {plan.spec.num_parameters:,} parameters"
+    if plan.spec.impl == "transformers":
+        yield "estimates    are all sizes and times but those of weights: transformers computes it"
     if plan.spec.num_experts:
         yield (
             f"a token      takes {plan.spec.num_active_parameters:,} of them, and "

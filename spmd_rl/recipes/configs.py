@@ -5,8 +5,9 @@ A field that a recipe states again has another default there, or another comment
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
@@ -19,11 +20,13 @@ from spmd_rl.evaluation.config import EvalConfig
 from spmd_rl.evaluation.held_out_config import DocumentEvalConfig, HeldOutConfig
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.mesh.split import OF_ENGINE, PolicySplit, RoleSplit
+from spmd_rl.model.foreign.names import is_foreign
 from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.plain.config import in_place_of
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.train.config import TrainerConfig
 
@@ -42,7 +45,7 @@ class TrainSplit:
 class AnyRecipe:
     """Settings of every recipe."""
 
-    model: str  # Hugging Face folder
+    model: str  # Hugging Face folder; transformers:PATH is computed by transformers
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -67,6 +70,12 @@ class EngineRecipe(AnyRecipe):
     engine: EngineConfig = field(default_factory=NativeEngineConfig)
     hooks: HookConfig = field(default_factory=HookConfig)
     graders: GraderConfig = field(default_factory=GraderConfig)
+
+    def settled(self) -> Self:
+        """Return the config with the plain engine, where transformers computes the model."""
+        if not (is_foreign(self.model) and isinstance(self.engine, NativeEngineConfig)):
+            return self
+        return replace(self, engine=in_place_of(self.engine))
 
 
 @dataclass(frozen=True, kw_only=True)

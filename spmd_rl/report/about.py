@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.model.foreign.names import NOT_COMPARED, is_foreign
 from spmd_rl.observe.jsonl import parse_finite_json
 from spmd_rl.observe.provenance import PROVENANCE_FILE
 
@@ -29,6 +30,7 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
     known = {
         "ended early": facts.get("early_end"),
         "model": config.get("model"),
+        "bits": NOT_COMPARED if is_foreign(str(config.get("model"))) else None,
         "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
         "trained": _trained(facts.get("trained_parameters"), config),
         "data": _one_or_table(config, "data"),

@@ -18,7 +18,8 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.refusals import IN_PARTS, NATIVE_REFUSED, SGLANG_REFUSED
+from spmd_rl.rollout.plain.config import PlainEngineConfig
+from spmd_rl.rollout.refusals import IN_PARTS, NATIVE_REFUSED, PLAIN_REFUSED, SGLANG_REFUSED
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import check_options
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes, shard_boxes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     Decode = Callable[[tuple[int, ...]], str]
 
-EngineConfig = NativeEngineConfig | SglangEngineConfig
+EngineConfig = NativeEngineConfig | SglangEngineConfig | PlainEngineConfig
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,12 @@ def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
     )
 
 
+def _build_plain(cfg: PlainEngineConfig, site: EngineSite) -> Engine:
+    from spmd_rl.rollout.plain.engine import PlainEngine
+
+    return PlainEngine(cfg, site.model, site.context.device, site.decode)
+
+
 NATIVE = EngineKind(
     NativeEngineConfig,
     name="the native engine",
@@ -156,7 +163,18 @@ SGLANG = EngineKind(
     check_tp=check_sizes,
     boxes=shard_boxes,
 )
-KINDS = (NATIVE, SGLANG)
+PLAIN = EngineKind(
+    PlainEngineConfig,
+    name="the plain engine",
+    axes=DATA,
+    advice="set it to 1",
+    refused=PLAIN_REFUSED,
+    check_options=lambda cfg: None,
+    build=_build_plain,
+    check_tp=lambda spec, size: None,
+    boxes=lambda spec, rank, size: {},
+)
+KINDS = (NATIVE, SGLANG, PLAIN)
 
 
 def kind_of(cfg: EngineConfig) -> EngineKind:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from spmd_rl.model.formats.coded_cache import CacheFormat, require_keys
+from typing import ClassVar
+
+from spmd_rl.config.rules import require
+from spmd_rl.model.formats import WeightFormat
+from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents, require_keys
 from spmd_rl.model.spec import ModelSpec
 
 
@@ -58,3 +62,26 @@ def kv_pages(
     if budget_bytes is not None and token_bytes:
         affordable = budget_bytes // (token_bytes * page_size)
     return max(context_pages, min(num_wanted, affordable))
+
+
+class UnpagedConfig:
+    """What the plan reads of the config of an engine whose pages another program sizes."""
+
+    max_batch: int
+    dtype: str
+
+    promises_bits: ClassVar[bool] = False  # the kernels are not the trainer's
+    weights: ClassVar[WeightFormat] = "full"  # a push brings them in `dtype`
+    cache: ClassVar[CacheFormat] = "full"
+    cache_exponents: ClassVar[Exponents] = (0, 0)
+    maps_peers: ClassVar[bool] = False  # memory of its ranks is the other program's own
+    # the plan counts keys and values by the token
+    num_pages: ClassVar[int] = 0
+    page_tokens: ClassVar[int] = 1
+    max_step_tokens: ClassVar[int] = 0
+
+    def _check_sizes(self) -> None:
+        """Raises: ConfigError for a batch or a dtype that no engine has."""
+        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        fits = self.dtype in ("auto", "float32", "bfloat16")
+        require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')

@@ -53,7 +53,12 @@ IN_PARTS = tuple(
         ),
     )
 )
+FOREIGN = Combination(
+    {"model.impl": equal("transformers"), "engine.kind": other_than("plain")},
+    "{1} does not compute a model of transformers: set it to 'plain'",
+)
 NATIVE_REFUSED = (
+    FOREIGN,
     MERGED,
     *(
         Combination(
@@ -104,6 +109,7 @@ NATIVE_REFUSED = (
     ),
 )
 SGLANG_REFUSED = (
+    FOREIGN,
     Combination(
         {"run.exact": ON},
         SGLANG + " does not compute the trainer's bits: set {0.key} = false, and the mismatch is "
@@ -131,5 +137,12 @@ SGLANG_REFUSED = (
         {"model": ON, "model.corrections": ON},
         "{0.value} has routers with corrections, which engine.kind = 'sglang' does not support "
         "here: set engine.kind = 'native'",
+    ),
+)
+PLAIN_REFUSED = (
+    Combination(
+        {"model.impl": equal("native"), "engine.kind": equal("plain")},
+        "{1} is for models that transformers computes: set it to 'native', or name the model as "
+        "transformers:PATH",
     ),
 )

@@ -80,6 +80,7 @@ class ModelBackend(Protocol):
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
     `host_kinds` are the kinds of `state` that lie in host memory, though the model computes on a
     GPU.
+    `compares_bits` says that its log-probs can have the bits of an engine's.
     `packs_whole` says that micro-batches must not share prompts among sequences. `replays` is the
     shape of the routes that a pass takes from a batch, None where its own router chooses.
     """
@@ -88,6 +89,7 @@ class ModelBackend(Protocol):
     max_positions: int
     host_kinds: frozenset[str]
     packs_whole: bool
+    compares_bits: bool
 
     @property
     def replays(self) -> RouteShape | None: ...

@@ -13,20 +13,16 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.formats.coded_cache import kv_exponents
 from spmd_rl.model.formats.coded_tensors import as_rounded
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
-from spmd_rl.model.network import CausalLM
-from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.read import head_of, read_spec
-from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
-from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.fsdp2.axes import check_axes, check_frozen_axes
 from spmd_rl.train.fsdp2.backend import Fsdp2
+from spmd_rl.train.fsdp2.scorers import new_scorer
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.fsdp2.sharing import Sharing
 from spmd_rl.train.learner import Learner
@@ -49,7 +45,7 @@ def build_fsdp2(
     refuse(HEAD_REFUSED, {"trainer": cfg, "model": {"head": head}})
     sharing = Sharing.of(context, spec, fsdp2_settings(cfg).ep_dispatcher)
     mesh = context.shards_mesh()
-    backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)
+    backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing, folder)
     weights = first_weights(cfg, folder, head, backend.local)
     if cfg.lora.rank:  # the base never changes, so it is rounded once
         backend.fill(as_rounded(weights, spec, cfg.weights))
@@ -76,8 +72,9 @@ def build_frozen(
     check_frozen_axes(cfg, context.placement, spec)
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
     sharing = Sharing.of(context, spec)
-    scorer = _frozen_scorer(cfg, spec, head, sharing.part)
-    scorer.requires_grad_(False).to(dtype)
+    scorer = new_scorer(spec, folder, cfg, head, sharing.part).requires_grad_(False)
+    for parameter in scorer.parameters():  # and no buffers, which have dtypes of their own
+        parameter.data = parameter.data.to(dtype)
     memory = memory or RoleMemory(None, context.device)
     backend = ShardedModel(
         scorer,
@@ -101,6 +98,10 @@ def first_weights(
     Raises: as `model_weights`.
     """
     spec = read_spec(folder)
+    if spec.impl == "transformers":
+        from spmd_rl.model.foreign.weights import foreign_weights
+
+        return foreign_weights(folder, cfg.seed if cfg.init == "random" else None)
     if cfg.init == "random":
         return random_weights(spec, cfg.seed, head, held)
     return model_weights(folder, spec.parameter_shapes(head), held)
@@ -119,14 +120,3 @@ def _spec(folder: str, context: RoleContext) -> ModelSpec:
         raise ConfigError("model is empty: name a Hugging Face model folder")
     shards = max(context.row_shards, size_of(context.placement.axes, "tp"))
     return replace(read_spec(folder), row_shards=shards)
-
-
-def _frozen_scorer(
-    cfg: FrozenConfig, spec: ModelSpec, head: Head, part: ModelPart
-) -> Scorer | ValueScorer:
-    """Return the module that computes what the head gives, on the meta device."""
-    with torch.device("meta"):
-        if head == "value":
-            return ValueScorer(ValueModel(spec, kv_exponents(cfg), part), cfg.attention_split)
-        model = CausalLM(spec, exponents=kv_exponents(cfg), part=part)
-        return Scorer(model, cfg.logit_rows, False, cfg.attention_split)

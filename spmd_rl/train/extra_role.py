@@ -15,6 +15,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.fsdp2.axes import check_axes, check_frozen_axes
+from spmd_rl.train.refusals import FOREIGN_REFUSED
 from spmd_rl.train.value_trainer import ValueTrainer
 
 REFERENCE = "reference"  # name of the role, and of its ranks in a split
@@ -85,6 +86,8 @@ class ExtraRole:
             settings = {"split": {"train": placement.axes}, "role": self.name}
             refuse(ROLES_REFUSED, settings, placement.name)
         spec = read_spec(self.model) if self.model else None
+        head = getattr(self._kind.role, "HEAD", "lm")
+        refuse(FOREIGN_REFUSED, {"model.impl": spec.impl if spec else "", "model.head": head})
         self._kind.check_axes(self.cfg, placement, spec)
 
     def placement(self, placements: Placements) -> Placement:

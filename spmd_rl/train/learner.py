@@ -81,7 +81,8 @@ class Learner:
             finally:  # the weights are new even if a later minibatch fails
                 self.state.version += self.state.optimizer_steps > steps_before
         of_experts = self._loads.metrics(self.context, len(steps))
-        return _metrics(steps, batch.denominator) | of_experts | self._speed(batch, start)
+        metrics = _metrics(steps, batch.denominator, self.backend.compares_bits)
+        return metrics | of_experts | self._speed(batch, start)
 
     def score(self, batch: Batch) -> NDArray[np.float32]:
         """Return log-probs of this rank's shard under the current weights, zero outside the mask.
@@ -285,7 +286,9 @@ def _refuse_gradient(gradient: Tensor) -> NoReturn:
     )
 
 
-def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, float]:
+def _metrics(
+    steps: list[dict[str, float]], denominator: float, compares_bits: bool
+) -> dict[str, float]:
     """Return the metrics of a train step from the sums of its optimizer steps."""
     names = [name for name in steps[0] if name not in (MAX_DLOGP, "square_norm")]
     totals = {name: sum(step[name] for step in steps) for name in names}
@@ -294,6 +297,6 @@ def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, flo
         "train/loss": totals.pop("loss") / denominator,
         "train/grad_norm": totals.pop("train/grad_norm") / len(steps),
         "train/lr": totals.pop("train/lr") / len(steps),
-        **on_policy_metrics(totals, max(step.get(MAX_DLOGP, 0.0) for step in steps)),
+        **on_policy_metrics(totals, max(step.get(MAX_DLOGP, 0.0) for step in steps), compares_bits),
     }
     return metrics | {name: value / num_tokens for name, value in totals.items()}

@@ -70,10 +70,12 @@ def compare_routes(
     sums.add(FLIPS, flipped & compared)
 
 
-def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, float]:
+def on_policy_metrics(
+    totals: dict[str, float], max_dlogp: float, compares_bits: bool
+) -> dict[str, float]:
     """Return the metrics of this module, whose sums are removed from `totals`.
 
-    There are none where no engine drew a token.
+    There are none where no engine drew a token, and distances alone unless bits are compared.
     """
     num_drawn = totals.pop(DRAWN, 0.0)
     flips = {FLIPS: totals.pop(FLIPS)} if FLIPS in totals else {}
@@ -81,14 +83,19 @@ def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, f
     sums = {name: totals.pop(name, 0.0) for name in names}
     if not num_drawn:
         return {}
-    return {
+    distances = {
         **{name: sums[name] / num_drawn for name in (MEAN_DLOGP, K1, K3)},
         **_ratio_metrics(sums[RATIO] / num_drawn, sums[SQUARE_RATIO] / num_drawn),
+        MAX_DLOGP: max_dlogp,
+    }
+    if not compares_bits:
+        return distances
+    return {
+        **distances,
         **{name: sums[name] for name in (MISMATCHED, COMPARED)},
         **flips,
         COMPARED_SHARE: sums[COMPARED] / num_drawn,
         DRAWN: num_drawn,
-        MAX_DLOGP: max_dlogp,
     }
 
 

@@ -171,3 +171,26 @@ AXES_REFUSED = (
     ),
     *HEAD_REFUSED,
 )
+# with a model that transformers computes, whatever backend and role
+FOREIGN = "{1} does not go with a model that transformers computes: "
+FOREIGN_REFUSED = tuple(
+    Combination({"model.impl": equal("transformers"), key: condition}, FOREIGN + advice)
+    for key, condition, advice in (
+        ("trainer.backend.kind", other_than("fsdp2"), "set it to 'fsdp2'"),
+        ("trainer.backend.recompute", equal("cheap"), "set it to 'all' or 'none'"),
+        ("trainer.backend.offload_activations", ON, "set it to false"),
+        ("trainer.optimizer.kind", equal("muon"), "set it to 'adamw'"),
+        ("trainer.lora.rank", ON, "set it to 0, as adapters are for our own networks"),
+        ("trainer.weights", other_than("full"), "set it to 'full'"),
+        ("trainer.cache", other_than("full"), "set it to 'full'"),
+        ("trainer.attention_split", ON, "set it to 0"),
+        ("trainer.deterministic", ON, "set it to false, as its kernels are not ours"),
+        *(
+            (f"split.train.{axis}", above(1), "set it to 1, as ranks do not share its layers")
+            for axis in ("tp", "cp", "ep")
+        ),
+        ("run.row_shards", above(1), "set it to 1"),
+        ("sampling.replay_routes", ON, "set it to false"),
+        ("model.head", equal("value"), "value heads are for our own networks"),
+    )
+)

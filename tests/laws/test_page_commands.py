@@ -25,6 +25,7 @@ from spmd_rl.cli import command
 from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.main import dispatch
 from spmd_rl.microscope import command as mismatch_command
+from spmd_rl.model.foreign.names import folder_of
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
 from spmd_rl.observe.provenance import START_TIME_ENV
@@ -128,7 +129,7 @@ def provide(words: list[str], page: str, folder: Path) -> list[str]:
         given |= missing
     for key in MODEL_KEYS:
         if name := given.get(key):
-            make_model(folder / name)
+            make_model(folder / folder_of(name))
     for name in (given.get("data"), given.get("eval.data"), *words[2:3]):
         if isinstance(name, str) and name:
             make_data(folder / name.partition("@")[0])

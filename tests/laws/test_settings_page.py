@@ -58,5 +58,7 @@ def test_what_recipes_share_is_listed_once() -> None:
     rows = [line for line in TEXT.splitlines() if line.startswith("|") and "`" in line]
     assert len(rows) == len(set(rows))
     assert sum("`trainer.lr`" in row for row in rows) == 1
-    key = Key("engine.kind", "one of 'native', 'sglang'", "'native'", "which engine generates")
-    assert f"| **`engine.kind`** | `'native'` | {key.doc} (`native`, `sglang`) |" in rows
+    key = Key(
+        "engine.kind", "one of 'native', 'sglang', 'plain'", "'native'", "which engine generates"
+    )
+    assert f"| **`engine.kind`** | `'native'` | {key.doc} (`native`, `sglang`, `plain`) |" in rows

@@ -84,10 +84,15 @@ class Recipe:
     def configure(self, invocation: Invocation) -> Any:
         """Return the config of an invocation; a run without a name gets the recipe's name.
 
+        A config with a method `settled` has settings that follow from others, and returns itself
+        with them.
+
         Raises: ConfigError.
         """
         from_file = getattr(self.config, "from_file", None)
         cfg = load(self.config, invocation.file, invocation.overrides, from_file)
+        settled = getattr(cfg, "settled", None)
+        cfg = cfg if settled is None else settled()
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
             return cfg

@@ -7,29 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
-from spmd_rl.model.formats import WeightFormat
-from spmd_rl.model.formats.coded_cache import CacheFormat, Exponents
 from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES, NCCL_BYTES, NCCL_KERNEL_BYTES
 from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.rollout.kv_pages import UnpagedConfig
 
 MIB = 1 << 20
 LEAST_SLAB_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class SglangEngineConfig:
+class SglangEngineConfig(UnpagedConfig):
     """The SGLang engine: one scheduler in a child process of each rank (docs/sglang.md)."""
 
-    promises_bits: ClassVar[bool] = False  # SGLang's kernels are not the trainer's
-    weights: ClassVar[WeightFormat] = "full"  # a push brings them in `dtype`
-    cache: ClassVar[CacheFormat] = "full"
-    cache_exponents: ClassVar[Exponents] = (0, 0)
-    maps_peers: ClassVar[bool] = False  # the memory of a child's ranks is SGLang's own
     returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
-    # SGLang sizes its own pages and steps; the plan counts keys and values by the token
-    num_pages: ClassVar[int] = 0
-    page_tokens: ClassVar[int] = 1
-    max_step_tokens: ClassVar[int] = 0
 
     kind: Literal["sglang"] = "sglang"  # which engine generates
     # of the child: an interpreter, or a folder that SGLang was installed into; "" is our own
@@ -60,11 +50,9 @@ class SglangEngineConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
-        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        self._check_sizes()
         fits = self.slab_bytes >= LEAST_SLAB_BYTES
         require(fits, "slab_bytes", self.slab_bytes, f"at least {LEAST_SLAB_BYTES}")
         for name in ("start_deadline_s", "answer_deadline_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, name, value, "more than 0, and finite")
-        fits = self.dtype in ("auto", "float32", "bfloat16")
-        require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')

@@ -11,6 +11,7 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.foreign.names import folder_of, named_like
 from spmd_rl.observe.jsonl import read_object
 from spmd_rl.observe.provenance import PROVENANCE_FILE
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
@@ -21,7 +22,7 @@ def named_run(path: Path) -> tuple[Path, Path | None] | None:
 
     Raises: ConfigError where it names none of them.
     """
-    if (path / "config.json").is_file():
+    if (folder_of(path) / "config.json").is_file():
         return None
     if path.parent.name == "checkpoints" and path.is_dir():
         return path.parent.parent, path
@@ -94,5 +95,5 @@ def model_of(run: Path, given: str | None) -> Path:
         )
     file = run / PROVENANCE_FILE
     started = "" if given or not file.is_file() else read_object(file).get("folder")
-    there = Path(str(started or ""), str(model))
-    return there if there.is_dir() else Path(model)
+    there = Path(str(started or ""), folder_of(model))
+    return named_like(model, there) if there.is_dir() else Path(model)

@@ -23,15 +23,12 @@ from torch.distributed.tensor import DTensor
 from spmd_rl.algo.losses import Needs
 from spmd_rl.model.attention import head_size, latent_size
 from spmd_rl.model.formats import FORMATS
-from spmd_rl.model.formats.coded_cache import kv_exponents
 from spmd_rl.model.formats.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
-from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.balance import has_balance
@@ -42,6 +39,7 @@ from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm, has_exact_norm
 from spmd_rl.train.fsdp2.kept_activations import keep_less
+from spmd_rl.train.fsdp2.scorers import new_scorer
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.fsdp2.sharing import ALONE, Sharing
 from spmd_rl.train.fsdp2.sources import CodedSource, MergedSource
@@ -55,8 +53,8 @@ from spmd_rl.weights.tensor_ends import do_nothing
 class Fsdp2(ShardedModel):
     """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
-    Weights are unset until `fill`. Master weights, moments and the base beside adapters are in
-    regions of `memory`.
+    Weights are unset until `fill`. `model` names one that `transformers` computes. Master weights,
+    moments and the base beside adapters are in regions of `memory`.
     """
 
     _is_base_alone = False
@@ -70,6 +68,7 @@ class Fsdp2(ShardedModel):
         head: Head = "lm",
         memory: RoleMemory | None = None,
         sharing: Sharing = ALONE,
+        model: str = "",
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -79,7 +78,8 @@ class Fsdp2(ShardedModel):
         self._offload = settings.offload
         self.balances = has_balance(spec, cfg)
         self._is_adamw = cfg.optimizer.kind == "adamw"
-        scorer = _scorer(spec, cfg, head, sharing.part)
+        recomputes = settings.recompute == "all"
+        scorer = new_scorer(spec, model, cfg, head, sharing.part, cfg.lora, recomputes)
         self._activations = keep_less(scorer.model, settings, device, memory)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
@@ -318,15 +318,3 @@ def _freeze(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in rules)
     return rules
-
-
-def _scorer(
-    spec: ModelSpec, cfg: TrainerConfig, head: Head, part: ModelPart
-) -> Scorer | ValueScorer:
-    """Return the module that computes what the head gives, on the meta device."""
-    with torch.device("meta"):
-        if head == "value":
-            return ValueScorer(ValueModel(spec, kv_exponents(cfg), part), cfg.attention_split)
-        recomputes = fsdp2_settings(cfg).recompute == "all"
-        model = CausalLM(spec, cfg.lora, kv_exponents(cfg), part)
-        return Scorer(model, cfg.logit_rows, recomputes, cfg.attention_split)

@@ -22,7 +22,7 @@ def keep_less(
     if not settings.offload_activations:
         return None
     offload = ActivationOffload(device, memory.reserve)
-    offload.wrap(model.model.layers)
+    offload.wrap(model.layers)
     return offload
 
 
@@ -32,7 +32,7 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
     A layer with experts keeps its routes too.
     The forward method is wrapped and not the module, so that parameters keep their names.
     """
-    for layer in model.model.layers:
+    for layer in model.layers:
         if what == "cheap":
             layer.forward = recomputing()(layer.forward)
         elif what == "all":

@@ -6,10 +6,10 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import msgspec
@@ -58,7 +58,6 @@ class ShardedModel:
     """
 
     gradients = "fsdp2"
-    packs_whole = False
     balances = False  # whether passes keep what the loss that balances experts is made of
 
     def __init__(
@@ -74,10 +73,13 @@ class ShardedModel:
         sharing: Sharing = ALONE,
     ) -> None:
         spec = scorer.model.spec
-        backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
         self.device = device
         self._dtype = dtype
         self.max_positions = spec.max_positions
+        self.compares_bits = spec.impl == "native"
+        if self.compares_bits:
+            backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
+        self.packs_whole = not self.compares_bits  # transformers takes whole sequences
         self.host_kinds: frozenset[str] = frozenset()
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
@@ -140,7 +142,7 @@ class ShardedModel:
                 for parameter in chosen:
                     memory[parameter] = torch.empty_like(parameter, device=self.device)
                 if not is_base:
-                    self.scorer._apply(memory.__getitem__)
+                    self.scorer._apply(partial(_placed, memory, self.device))
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its part."""
@@ -294,6 +296,11 @@ class ShardedModel:
             if row.is_here and row.shards.size == 1
             if row.spec.is_fixed or row.axis == "ep" or name in self.base
         )
+
+
+def _placed(memory: Mapping[Tensor, Tensor], device: torch.device, one: Tensor) -> Tensor:
+    """Return the memory of a parameter, or a buffer on the device."""
+    return memory[one] if one in memory else one.to(device)
 
 
 def _own(parameter: Tensor) -> Tensor:

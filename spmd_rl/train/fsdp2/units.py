@@ -35,7 +35,7 @@ def forget_pass(units: Sequence[FSDPModule]) -> None:
 
 def modules_of_units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
     """Return the modules to shard: the whole scorer, or each layer and then the rest."""
-    return [scorer] if gathers_whole else [*scorer.model.model.layers, scorer]
+    return [scorer] if gathers_whole else [*scorer.model.layers, scorer]
 
 
 def shard(

@@ -70,6 +70,7 @@ class Megatron:
         self._layers = self._settings.layers
         self.host_kinds = frozenset(MOMENTS if self._settings.offload == "moments" else ())
         # transformer-engine's attention knows no prompts that sequences share
+        self.compares_bits = True
         self.packs_whole = self._layers == "transformer_engine"
         self._groups = groups_of(context)
         memory = memory or RoleMemory(None, context.device)

@@ -159,6 +159,7 @@ def test_a_recipe_that_looks_at_its_values_is_listed_whole() -> None:
 def test_a_line_of_help() -> None:
     lines = of_recipe("grpo", ["--help-all"]).splitlines()
     assert "  --engine.max_batch=256  (int)  [native] sequences running at once" in lines
-    assert "  --model=required  (str)  Hugging Face folder" in lines
+    folder = "Hugging Face folder; transformers:PATH is computed by transformers"
+    assert f"  --model=required  (str)  {folder}" in lines
     line = "  --model=required                      Hugging Face folder"
     assert line in of_recipe("grpo").splitlines()

@@ -82,7 +82,7 @@ NOT_OF_A_PART = {
     "trainer.wrap=x": "unknown key 'trainer.wrap'; the nearest known key is 'trainer.backend.wrap'",
     "trainer.recompute=x": "unknown key 'trainer.recompute'; the nearest known key is "
     "'trainer.backend.recompute'",
-    "engine.kind=vllm": "engine.kind: expected one of 'native', 'sglang', got 'vllm'",
+    "engine.kind=vllm": "engine.kind: expected one of 'native', 'sglang', 'plain', got 'vllm'",
     "prompts.path=x": "unknown key 'prompts.path'",
     "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'run.seed', "
     "'prompts.seed' and 'trainer.seed'",

@@ -20,7 +20,7 @@ def step(compared: float, drawn: float, mismatched: float = 0.0) -> dict[str, fl
         "onpolicy/mismatched_tokens": mismatched,
         "onpolicy/drawn_tokens": drawn,
     }
-    return on_policy_metrics(sums, 0.0)
+    return on_policy_metrics(sums, 0.0, compares_bits=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The behaviour of every engine, on CPUs: the native one, and SGLang's with a fake scheduler."""
+"""The behaviour of every engine, on CPUs: the native one, SGLang's with a fake scheduler, and the
+plain one.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.model.foreign.weights import foreign_weights
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.native.build import build as build_native
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.plain.config import PlainEngineConfig
+from spmd_rl.rollout.plain.engine import PlainEngine
 from tests.dist.train_case import write_model_folder
 from tests.engine_suite import EngineCase, EngineSuite
+from tests.foreign_folders import write_foreign_folder
 from tests.unit.rollout.sglang.conftest import CPU, SglangCase, decode, new_sglang_case
 
 
@@ -40,6 +46,25 @@ class TestNative(EngineSuite):
             decode,
             advance,
         )
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_foreign_folder(tmp_path_factory.mktemp("foreign"))
+
+
+class TestPlain(EngineSuite):
+    @pytest.fixture
+    def case(self, foreign: str) -> EngineCase:
+        cfg = PlainEngineConfig(max_batch=16, load_weights=False)
+        engine = PlainEngine(cfg, foreign, CPU, decode)
+
+        def advance(steps: int) -> None:
+            for _ in range(steps):
+                engine.step()
+
+        first, other = (dict(foreign_weights(foreign, seed)) for seed in (0, 1))
+        return EngineCase(engine, first, other, 104, decode, advance)
 
 
 @pytest.fixture(scope="module")
