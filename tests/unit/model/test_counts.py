@@ -38,6 +38,7 @@ CONFIGS = {
     **megatron_case.FAMILIES,
     "glm4_moe": GLM,
     "deepseek_v3": LATENTS,
+    "kimi_k2": LATENTS,  # which transformers knows by this name alone
     "gpt_oss": test_gpt_oss.BASE,
     "glm4_moe_lite": LATENTS | test_latents.CONFIGS["as GLM-4.7-Flash"],
     **hybrids.CONFIGS,

@@ -126,6 +126,17 @@ def test_a_folder_comes_back_to_the_byte(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == file.read_bytes()
 
 
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """As its folder says it; the architecture is that of DeepSeek-V3 there too."""
+    specs = []
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        raw = BASE | {"model_type": model_type, "n_group": 1, "topk_group": 1}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        specs.append(read_spec(tmp_path))
+    assert specs[0].blocks == specs[1].blocks and specs[1].family == "kimi_k2"
+    assert specs[0].arithmetic == specs[1].arithmetic
+
+
 def test_a_wrong_scale_is_seen(tmp_path: Path) -> None:
     """A negative control: scores of a stretched model without its factor are others."""
     theirs, model = both(BASE | CONFIGS["as DeepSeek-V3"], tmp_path)
