@@ -102,7 +102,10 @@ def _stored(file: Any, one: StoredTensor) -> Tensor:
 def _of_expert(one: StoredTensor, whole: Tensor, part: ExpertPart) -> Tensor:
     rows = slice(part.start, None, part.step)
     if one.dtype == MXFP4:
-        return mxfp4.numbers(whole[rows], _scales_of(one, part.expert)[rows])
+        found = mxfp4.numbers(whole[rows], _scales_of(one, part.expert)[rows])
+        if not torch.isfinite(found).all():
+            raise ConfigError(f"{one.path}: {one.key} holds numbers that are not finite")
+        return found
     return (whole.t() if part.is_transposed else whole)[rows].contiguous()
 
 

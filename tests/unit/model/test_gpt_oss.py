@@ -154,7 +154,12 @@ def test_a_folder_in_mxfp4_has_the_weights_that_transformers_reads(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [("lost", "16 bytes of codes"), ("cut", "16 bytes of codes"), ("alone", "quantized weights")],
+    [
+        ("lost", "16 bytes of codes"),
+        ("cut", "16 bytes of codes"),
+        ("alone", "quantized weights"),
+        ("not a number", "not finite"),
+    ],
 )
 def test_a_broken_folder_in_mxfp4_is_refused(broken: str, said: str, tmp_path: Path) -> None:
     in_mxfp4(tmp_path)
@@ -165,6 +170,9 @@ def test_a_broken_folder_in_mxfp4_is_refused(broken: str, said: str, tmp_path: P
         del stored[f"{name}_scales"]
     elif broken == "cut":
         stored[f"{name}_scales"] = stored[f"{name}_scales"][:, 1:].contiguous()
+    elif broken == "not a number":
+        stored[f"{name}_scales"][2, 5, 0] = 255
+        stored[f"{name}_blocks"][2, 5, 0] = 0x33
     else:
         del stored[f"{name}_blocks"]
     save_file(stored, file, metadata={"format": "pt"})
