@@ -17,7 +17,6 @@ contract path. Peak memory is of that path too. Products are swapped in the forw
 the backward pass all variants use torch's.
 
     python -m benchmarks.train_step 0.6B 4B [--save]
-    python -m benchmarks.train_step 3.5-9B@8 --paths contract chunked [--save]
 """
 
 from __future__ import annotations
@@ -177,12 +176,13 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     one.backend = timed.inner
 
 
-def main() -> int:
+def main(script: str, doc: str | None, models: list[str], paths: list[str]) -> int:
+    """Measure the models of the command line, or these, and record them; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--paths", nargs="+", choices=VARIANTS, default=PATHS)
+    parser.add_argument("models", nargs="*", default=models)
+    parser.add_argument("--paths", nargs="+", choices=VARIANTS, default=paths)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -190,8 +190,8 @@ def main() -> int:
     for name in options.models:
         rows += measure(name, options)
         torch.cuda.empty_cache()
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
+    return finish(script, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, __doc__, ["0.6B", "4B"], PATHS))
