@@ -7,6 +7,7 @@ import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels import unproven
 from spmd_rl.kernels.attention import backend
 from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
 from spmd_rl.train.config import TrainerConfig
@@ -75,4 +76,5 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(WORKSPACE)
     require_deterministic(CUDA, torch.bfloat16, 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(unproven, "are_allowed", True)
     require_deterministic(CUDA, torch.bfloat16, 576, latent_dim=512)
