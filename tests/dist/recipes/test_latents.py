@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
+from tests.dist.recipes import family_runs
 from tests.dist.recipes.conftest import EXAMPLE
+from tests.dist.recipes.family_runs import unchanged_by_run
 from tests.dist.recipes.test_hybrids import grpo
-from tests.system import kill_resume
 
 pytestmark = pytest.mark.dist
 
@@ -35,20 +36,8 @@ LATENTS: dict[str, Any] = {
     "topk_group": 1,
     "num_nextn_predict_layers": 1,
 }
-RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "sharded over two ranks": (2, ()),
-    "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
-    "samples that go on": (2, tuple(kill_resume.ROUNDS)),
-    "adapters": (2, ("--trainer.lora.rank=4",)),
-    "codes of weights": (1, ("--trainer.weights=int4", "--engine.weights=int4")),
-    "codes of keys": (1, ("--trainer.cache=e4m3", "--engine.cache=e4m3")),
-    "recomputed where it is cheap": (1, ("--trainer.backend.recompute=cheap",)),
-    "bfloat16": (1, ("--trainer.dtype=bfloat16", "--engine.dtype=bfloat16")),
+ALL_RUNS = family_runs.RUNS | {
     "shared experts": (2, ("--split.train.ep=2",)),
-    "few pages": (
-        1,
-        ("--engine.num_pages=24", "--engine.max_batch=16", "--engine.max_step_tokens=16"),
-    ),
 }
 
 
@@ -65,21 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ALL_RUNS)
 def test_no_token_has_other_bits(name: str, folder: Path, tmp_path: Path) -> None:
-    nproc, words = RUNS[name]
-    ended = grpo(tmp_path, folder, *words, nproc=nproc)
-    assert ended.code == 0, ended.sentence
-    assert len(ended.metrics) == 3
-    assert {row["onpolicy/mismatched_tokens"] for row in ended.metrics} == {0}
-    if name == "adapters":
-        return
-    stored, first = (load_file(at / "model.safetensors") for at in (ended.folder / "hf", folder))
-    assert stored.keys() == first.keys()
-    kept = {name for name, one in stored.items() if torch.equal(one, first[name])}
-    assert {name for name in kept if "e_score_correction_bias" not in name} == {
-        "model.layers.3.eh_proj.weight"
-    }
+    kept = unchanged_by_run(tmp_path, folder, *ALL_RUNS[name])
+    others = {one for one in kept if "e_score_correction_bias" not in one}
+    assert others == ({"model.layers.3.eh_proj.weight"} if name != "adapters" else set())
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.read import read_spec
+from tests.dist.recipes import family_runs
 from tests.dist.recipes.conftest import EXAMPLE
+from tests.dist.recipes.family_runs import unchanged_by_run
 from tests.dist.recipes.test_hybrids import grpo
-from tests.system import kill_resume
 
 pytestmark = pytest.mark.dist
 
@@ -29,20 +29,8 @@ WINDOWS: dict[str, Any] = {
     "attention_bias": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "sharded over two ranks": (2, ()),
-    "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
-    "samples that go on": (2, tuple(kill_resume.ROUNDS)),
-    "adapters": (2, ("--trainer.lora.rank=4",)),
-    "codes of weights": (1, ("--trainer.weights=int4", "--engine.weights=int4")),
-    "codes of keys": (1, ("--trainer.cache=e4m3", "--engine.cache=e4m3")),
-    "recomputed where it is cheap": (1, ("--trainer.backend.recompute=cheap",)),
-    "bfloat16": (1, ("--trainer.dtype=bfloat16", "--engine.dtype=bfloat16")),
+ALL_RUNS = family_runs.RUNS | {
     "routes that are replayed": (1, ("--sampling.replay_routes=true",)),
-    "few pages": (
-        1,
-        ("--engine.num_pages=24", "--engine.max_batch=16", "--engine.max_step_tokens=16"),
-    ),
 }
 
 
@@ -63,18 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at / "model"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ALL_RUNS)
 def test_no_token_has_other_bits(name: str, folder: Path, tmp_path: Path) -> None:
-    nproc, words = RUNS[name]
-    ended = grpo(tmp_path, folder, *words, nproc=nproc)
-    assert ended.code == 0, ended.sentence
-    assert len(ended.metrics) == 3
-    assert {row["onpolicy/mismatched_tokens"] for row in ended.metrics} == {0}
-    if name == "adapters":
-        return
-    stored, first = (load_file(at / "model.safetensors") for at in (ended.folder / "hf", folder))
-    assert stored.keys() == first.keys()
-    assert not [name for name, one in stored.items() if torch.equal(one, first[name])]
+    assert unchanged_by_run(tmp_path, folder, *ALL_RUNS[name]) == set()
 
 
 @pytest.mark.parametrize(
