@@ -12,7 +12,7 @@ import torch
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.delta.rule import DELTA_RULE
-from spmd_rl.kernels.latents.tiles import MLA_RULE
+from spmd_rl.kernels.latents.sizes import MLA_RULE
 from spmd_rl.kernels.linear.linear import keeps_chain
 from spmd_rl.kernels.runtime.capability import AMPERE, HOPPER
 from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE

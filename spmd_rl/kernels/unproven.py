@@ -10,4 +10,4 @@ are_allowed = False
 def refuse_unproven(what: str) -> None:
     """Raises: ConfigError naming `what` the kernels are for, outside of tests/gpu."""
     if not are_allowed:
-        raise ConfigError(f"{what}: no GPU has run its kernels yet; run it on CPUs")
+        raise ConfigError(f"{what}: no GPU has run its kernels yet")

@@ -92,27 +92,26 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
 def _stored(file: Any, one: StoredTensor) -> Tensor:
     part = one.part
     if part is None:
+        if one.dtype == MXFP4:
+            raise ConfigError(f"{one.path}: {one.key} is no expert's, and in MXFP4")
         return cast(Tensor, file.get_tensor(one.key))
     stacked = file.get_slice(one.key)
     if one.dtype != MXFP4 and part.step == 1 and not part.is_transposed:
-        return cast(Tensor, stacked[part.expert, part.start : part.start + part.size])
+        return cast(Tensor, stacked[part.expert, part.start : part.start + one.shape[0]])
     return _of_expert(one, stacked[part.expert], part)
 
 
 def _of_expert(one: StoredTensor, whole: Tensor, part: ExpertPart) -> Tensor:
-    rows = slice(part.start, None, part.step)
+    rows = slice(part.start, part.start + one.shape[0] * part.step, part.step)
     if one.dtype == MXFP4:
-        found = mxfp4.numbers(whole[rows], _scales_of(one, part.expert)[rows])
+        assert one.scales is not None
+        with safe_open(one.scales.path, framework="pt") as file:
+            scales = file.get_slice(one.scales.key)[part.expert]
+        found = mxfp4.numbers(whole[rows], scales[rows])
         if not torch.isfinite(found).all():
             raise ConfigError(f"{one.path}: {one.key} holds numbers that are not finite")
         return found
     return (whole.t() if part.is_transposed else whole)[rows].contiguous()
-
-
-def _scales_of(weight: StoredTensor, expert: int) -> Tensor:
-    assert weight.scales is not None
-    with safe_open(weight.scales.path, framework="pt") as file:
-        return cast(Tensor, file.get_slice(weight.scales.key)[expert])
 
 
 def _decoded(codes: Tensor, weight: StoredTensor) -> Tensor:

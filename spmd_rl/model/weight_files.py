@@ -212,7 +212,12 @@ def own_name(key: str, prefix: str) -> str:
 def _of_experts(
     key: str, one: StoredTensor, layout: FolderLayout
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a stored tensor by its name, or the tensors of each expert that it holds stacked."""
+    """Yield a stored tensor by its name, or the tensors of each expert that it holds stacked.
+
+    Raises: ConfigError for MXFP4 of a family whose folders are not published in it.
+    """
+    if one.dtype == MXFP4 and not layout.is_interleaved:
+        raise ConfigError(f"{one.path} holds {one.key} as {MXFP4}: {UNREAD}")
     experts, _, kind = key.rpartition(".")
     parts = []
     if experts.endswith(".experts"):

@@ -258,16 +258,16 @@ class DecodeFlash:
 
 def _outputs(q: Tensor, num_tokens: int, reach: Reach) -> tuple[Tensor, Tensor | None]:
     """Return memory for what queries get and, for sinks, for their log sums [T, H]."""
-    if reach.sinks is None:
-        return q.new_empty(q.shape), None
-    by_head = q.new_empty(q.shape[1], num_tokens, dtype=torch.float32)
-    return q.new_empty(q.shape), by_head.t()
+    log_sum = None
+    if reach.sinks is not None:
+        log_sum = q.new_empty(q.shape[1], num_tokens, dtype=torch.float32).t()
+    return q.new_empty(q.shape), log_sum
 
 
 def _beside_sinks(out: Tensor, log_sum: Tensor | None, reach: Reach) -> Tensor:
     if log_sum is not None and reach.sinks is not None:
-        new = slice(len(log_sum))
-        out[new] = with_sinks(out[new], log_sum, reach.sinks)[0]
+        new = out[: len(log_sum)]
+        new.copy_(with_sinks(new, log_sum, reach.sinks)[0])
     return out
 
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.flash import (
     SequenceBounds,
     VarlenArguments,
@@ -25,6 +26,7 @@ from spmd_rl.kernels.attention.flash import (
 from spmd_rl.kernels.attention.flash_decode import decode_attention
 from spmd_rl.kernels.attention.kv_splits import KvSplits
 from spmd_rl.kernels.attention.merge_states import merge_states
+from spmd_rl.kernels.attention.token_attention import WHOLE, Reach
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
@@ -85,7 +87,8 @@ class PackedSplits:
             SequenceBounds(lengths, device),
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach = WHOLE) -> Tensor:
+        _refuse(reach)
         out: Tensor = _PackedSplitAttention.apply(q, k, v, self)
         return out
 
@@ -132,7 +135,8 @@ class PagedSplits:
             "max_seqlen_q": int(splits.lengths.max()),
         }
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
+        _refuse(reach)
         out, new = q.new_empty(q.shape), slice(self.num_tokens)
         self.earlier.attend(q[new], keys, values, self.own, out[new])
         return out
@@ -165,7 +169,8 @@ class DecodeSplits:
         )
         self.num_keys, self.rows = keys.view(-1), rows.masked_fill_(keys == 0, -1)
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, reach: Reach = WHOLE) -> Tensor:
+        _refuse(reach)
         partial = q.new_empty(len(self.pages), *q.shape[1:])
         sums = q.new_empty(partial.shape[:2], dtype=torch.float32)
         decode_attention(
@@ -182,3 +187,9 @@ class DecodeSplits:
         out = q.new_empty(q.shape)
         merge_states(partial, sums, self.rows, out[: self.batch])
         return out
+
+
+def _refuse(reach: Reach) -> None:
+    """Raises: ConfigError for windows and sinks."""
+    if not reach.is_whole:
+        raise ConfigError("attention_split does not go with windows or sinks: set it to 0")

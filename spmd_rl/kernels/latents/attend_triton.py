@@ -11,7 +11,6 @@ Source: DeepSeek-AI, DeepSeek-V2 (2024), appendix C; Dao et al., FlashAttention 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes, LatentTiles
+from spmd_rl.kernels.latents.sizes import LatentSizes
+from spmd_rl.kernels.row_tiles.tiles import PAGE, RowTiles
+from spmd_rl.kernels.row_tiles.tiles_triton import LOG2_E, rows_of
 from spmd_rl.kernels.runtime.padding import dense
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class LatentTile(NamedTuple):
@@ -52,7 +51,7 @@ def constants(sizes: LatentSizes) -> tuple[int, int, int, int]:
 
 
 def attend_to_latents(
-    q: Tensor, keys: Tensor, tiles: LatentTiles, sizes: LatentSizes
+    q: Tensor, keys: Tensor, tiles: RowTiles, sizes: LatentSizes
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(D)) c in float32, where c is the latent part of k.
 
@@ -68,30 +67,6 @@ def attend_to_latents(
         *constants(sizes), tile.rows, tile.keys, PAGE, **tile.options, enable_fp_fusion=False,
     )  # fmt: skip
     return out, log_sum
-
-
-@triton.jit
-def tile_of(table, num_tiles) -> tuple[tl.tensor, ...]:
-    """Return the row of `table` of this program; the last tiles, which see most, are first."""
-    at = table + num_tiles - 1 - tl.program_id(0)
-    return (
-        tl.load(at).to(tl.int64),
-        tl.load(at + num_tiles),
-        tl.load(at + 2 * num_tiles),
-        tl.load(at + 3 * num_tiles),
-        tl.load(at + 4 * num_tiles),
-    )
-
-
-@triton.jit
-def rows_of(table, num_tiles, HEADS: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Return a tile's rows among all of the pass, which are used, and their positions; then the
-    tokens that they see, and where their sequence's pages begin.
-    """
-    first, count, before, page, begin = tile_of(table, num_tiles)
-    row = begin + tl.arange(0, ROWS)
-    end = before + tl.cdiv(tl.minimum(begin + ROWS, count), HEADS)
-    return first * HEADS + row, row < count, before + row // HEADS, end, page
 
 
 @triton.jit

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.latents.tiles import (
-    PAGE,
-    LatentSizes,
-    LatentTiles,
-    Sequences,
-    sequences_of,
-    tiles_of,
-)
+from spmd_rl.kernels.latents.sizes import LatentSizes
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
+from spmd_rl.kernels.row_tiles.tiles import (
+    PAGE,
+    PackedTiles,
+    RowTiles,
+    row_tiles,
+    sequences_in_pages,
+)
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.differentiable import call
@@ -148,18 +148,17 @@ class PagedLatents:
         num_tokens: int,
         sizes: LatentSizes,
     ) -> None:
-        batch, width = pages.shape
-        first_page = torch.arange(batch, device=pages.device) * width
-        self._given = Sequences(bounds, num_keys, pages.flatten(), first_page, PAGE)
+        self._given = sequences_in_pages(pages, num_keys, bounds, PAGE)
         self._num_tokens = num_tokens
         self._sizes = sizes
-        self._tiles: LatentTiles | None = None
+        self._tiles: RowTiles | None = None
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        from spmd_rl.kernels.latents.attend_triton import attend_to_latents
+        from spmd_rl.kernels.latents.attend_triton import attend_to_latents, latent_tile
 
         if self._tiles is None:
-            self._tiles = _row_tiles(self._given, q, self._num_tokens)
+            height = latent_tile(q.dtype).rows
+            self._tiles = row_tiles(self._given, q.shape[1], height, self._num_tokens)
         return attend_to_latents(q, keys.view(-1, q.shape[-1]), self._tiles, self._sizes)[0]
 
 
@@ -173,38 +172,20 @@ class PackedLatents:
     def __init__(
         self, lengths: NDArray[np.int64], sizes: LatentSizes, device: torch.device
     ) -> None:
-        self._lengths = lengths
         self._sizes = sizes
-        self._device = device
-        self._tiles: dict[int, tuple[LatentTiles, LatentTiles]] = {}
+        self._tiles = PackedTiles(lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(q) not in self._tiles:
-            self._tiles[len(q)] = self._cut(q)
-        out: Tensor = call(_PackedLatents, q, k, self._tiles[len(q)], self._sizes)
-        return out
+        from spmd_rl.kernels.latents.attend_triton import latent_tile
 
-    def _cut(self, q: Tensor) -> tuple[LatentTiles, LatentTiles]:
-        """Return the tiles of rows, and of keys. Padding is one more sequence."""
-        padding = len(q) - int(self._lengths.sum())
-        lengths = np.append(self._lengths, padding) if padding else self._lengths
-        given = sequences_of(lengths, self._device)
-        return _row_tiles(given, q, len(q)), tiles_of(given, 1, PAGE, len(given.pages))
-
-
-def _row_tiles(given: Sequences, q: Tensor, num_tokens: int) -> LatentTiles:
-    """Cut the rows of at most `num_tokens` tokens for the kernel of queries like q [T', H, D]."""
-    from spmd_rl.kernels.latents.attend_triton import latent_tile
-
-    heads, height = q.shape[1], latent_tile(q.dtype).rows
-    most = num_tokens * heads // height + len(given.num_keys)
-    return tiles_of(given, heads, height, most)
+        tiles = self._tiles.of(len(q), q.shape[1], latent_tile(q.dtype).rows)
+        return call(_PackedLatents, q, k, tiles, self._sizes)
 
 
 class _PackedLatents(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, tiles: tuple[LatentTiles, LatentTiles], sizes: LatentSizes
+        ctx: Any, q: Tensor, k: Tensor, tiles: tuple[RowTiles, RowTiles], sizes: LatentSizes
     ) -> Tensor:
         from spmd_rl.kernels.latents.attend_triton import attend_to_latents
 

@@ -16,16 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.latents.attend_triton import (
-    LOG2_E,
     both_parts,
     constants,
     latent_tile,
     places_of,
     products_of,
-    rows_of,
-    tile_of,
 )
-from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes, LatentTiles
+from spmd_rl.kernels.latents.sizes import LatentSizes
+from spmd_rl.kernels.row_tiles.tiles import PAGE, RowTiles
+from spmd_rl.kernels.row_tiles.tiles_triton import LOG2_E, rows_of, tile_of
 
 PROGRAMS = 256  # that fill a GPU: fewer blocks of keys share their rows among several
 
@@ -43,7 +42,7 @@ class AttendedRows(NamedTuple):
 
 
 def latent_gradients(
-    kept: AttendedRows, rows: LatentTiles, blocks: LatentTiles, sizes: LatentSizes
+    kept: AttendedRows, rows: RowTiles, blocks: RowTiles, sizes: LatentSizes
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries and of keys, those of their values included.
 
@@ -55,7 +54,7 @@ def latent_gradients(
 
 
 def _gradient_of_queries(
-    kept: AttendedRows, tiles: LatentTiles, sizes: LatentSizes
+    kept: AttendedRows, tiles: RowTiles, sizes: LatentSizes
 ) -> tuple[Tensor, Tensor]:
     """Also return the inner product of each row's output with its gradient [T', H] fp32."""
     q, keys, out, log_sum, grad = kept
@@ -70,7 +69,7 @@ def _gradient_of_queries(
 
 
 def _gradient_of_keys(
-    kept: AttendedRows, inner: Tensor, blocks: LatentTiles, sizes: LatentSizes
+    kept: AttendedRows, inner: Tensor, blocks: RowTiles, sizes: LatentSizes
 ) -> Tensor:
     q, keys, _, log_sum, grad = kept
     tile, shares = latent_tile(q.dtype), triton.cdiv(PROGRAMS, blocks.number)

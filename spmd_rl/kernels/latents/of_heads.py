@@ -17,8 +17,7 @@ def linear_of_heads(x: Tensor, weights: Tensor) -> Tensor:
     A token's bits do not depend on others. On GPUs one kernel takes all heads.
     """
     if x.is_cuda:
-        out: Tensor = call(_OfHeads, x, weights)
-        return out
+        return call(_OfHeads, x, weights)
     pairs = zip(x.unbind(1), weights.unbind(0), strict=True)
     return torch.stack([linear(rows, weight.contiguous()) for rows, weight in pairs], 1)
 

@@ -102,7 +102,7 @@ def _product(
     """
     if weights.scales is not None:
         if dtype is not None:
-            raise ConfigError("experts with biases have no kernel for weights in few bits on GPUs")
+            raise ConfigError("experts with biases have no kernel for codes on GPUs")
         return coded_grouped_matmul(x, weights, order, gathers=gathers, gated=gated, scales=scales)
     return grouped_matmul(
         x, weights, order, tile, gathers=gathers, gated=gated, scales=scales, dtype=dtype

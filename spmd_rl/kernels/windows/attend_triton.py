@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.latents.attend_triton import LOG2_E, rows_of
-from spmd_rl.kernels.latents.tiles import LatentTiles
+from spmd_rl.kernels.row_tiles.tiles import PAGE, RowTiles
+from spmd_rl.kernels.row_tiles.tiles_triton import LOG2_E, rows_of
 from spmd_rl.kernels.runtime.padding import dense
 
-ROWS, KEYS = 64, 64  # of a program, and of a block
+ROWS = KEYS = PAGE  # of a program, and of a block
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
@@ -37,7 +37,7 @@ def attend_in_window(
     values: Tensor,
     sinks: Tensor | None,
     window: int,
-    tiles: LatentTiles,
+    tiles: RowTiles,
     page_size: int,
 ) -> Attended:
     """Attend in float32 to keys of which `tiles` say where they lie.

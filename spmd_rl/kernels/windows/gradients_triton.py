@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.latents.attend_triton import LOG2_E, tile_of
-from spmd_rl.kernels.latents.tiles import PAGE, LatentTiles
+from spmd_rl.kernels.row_tiles.tiles import PAGE, RowTiles
+from spmd_rl.kernels.row_tiles.tiles_triton import LOG2_E, tile_of
 from spmd_rl.kernels.windows.attend_triton import (
     KEYS,
     ROWS,
@@ -55,8 +55,8 @@ def window_gradients(
     found: Attended,
     grad: Tensor,
     window: int,
-    tiles: LatentTiles,
-    blocks: LatentTiles,
+    tiles: RowTiles,
+    blocks: RowTiles,
 ) -> RowGradients:
     """Return gradients for sequences that lie end to end, which have no earlier tokens.
 

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.latents.tiles import (
+from spmd_rl.kernels.row_tiles.tiles import (
     PAGE,
-    LatentTiles,
-    Sequences,
-    sequences_of,
-    tiles_of,
+    PackedTiles,
+    RowTiles,
+    row_tiles,
+    sequences_in_pages,
 )
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import dense
@@ -29,11 +29,9 @@ class PagedWindows:
     """
 
     def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int) -> None:
-        batch, width = pages.shape
-        self._first = torch.arange(batch, device=pages.device) * width
-        self._given = bounds, num_keys, pages.flatten()
+        self._given = pages, num_keys, bounds
         self._num_tokens = num_tokens
-        self._tiles: dict[int, LatentTiles] = {}
+        self._tiles: dict[int, RowTiles] = {}
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, window: int
@@ -42,11 +40,10 @@ class PagedWindows:
 
         page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
         if group not in self._tiles:
-            given = Sequences(*self._given, self._first, page_size)
-            self._tiles[group] = _row_tiles(given, group, self._num_tokens)
+            given = sequences_in_pages(*self._given, page_size)
+            self._tiles[group] = row_tiles(given, group, PAGE, self._num_tokens)
         pages = keys.flatten(0, 1), values.flatten(0, 1)
-        tiles = self._tiles[group]
-        return attend_in_window(q, *pages, sinks, window, tiles, page_size).out
+        return attend_in_window(q, *pages, sinks, window, self._tiles[group], page_size).out
 
 
 class PackedWindows:
@@ -56,23 +53,13 @@ class PackedWindows:
     """
 
     def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
-        self._lengths, self._device = lengths, device
-        self._tiles: dict[tuple[int, int], tuple[LatentTiles, LatentTiles]] = {}
+        self._tiles = PackedTiles(lengths, device)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int
     ) -> Tensor:
-        kind = len(q), q.shape[1] // k.shape[1]
-        if kind not in self._tiles:
-            self._tiles[kind] = self._cut(*kind)
-        return call(_PackedWindows, q, k, v, sinks, window, self._tiles[kind])
-
-    def _cut(self, num_rows: int, group: int) -> tuple[LatentTiles, LatentTiles]:
-        """Return the tiles of rows, and of keys. Padding is one more sequence."""
-        padding = num_rows - int(self._lengths.sum())
-        lengths = np.append(self._lengths, padding) if padding else self._lengths
-        given = sequences_of(lengths, self._device)
-        return _row_tiles(given, group, num_rows), tiles_of(given, 1, PAGE, len(given.pages))
+        tiles = self._tiles.of(len(q), q.shape[1] // k.shape[1], PAGE)
+        return call(_PackedWindows, q, k, v, sinks, window, tiles)
 
 
 class _PackedWindows(torch.autograd.Function):
@@ -84,7 +71,7 @@ class _PackedWindows(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         window: int,
-        tiles: tuple[LatentTiles, LatentTiles],
+        tiles: tuple[RowTiles, RowTiles],
     ) -> Tensor:
         from spmd_rl.kernels.windows.attend_triton import attend_in_window
 
@@ -107,10 +94,3 @@ class _PackedWindows(torch.autograd.Function):
         if sinks is not None:
             of_sinks = gradient_of_sinks(sinks, attended.log_sum * math.log(2), made.inner)
         return made.q, made.k, made.v, of_sinks, None, None
-
-
-def _row_tiles(given: Sequences, group: int, num_tokens: int) -> LatentTiles:
-    """Cut the rows of at most `num_tokens` tokens, of each key-value head."""
-    from spmd_rl.kernels.windows.attend_triton import ROWS
-
-    return tiles_of(given, group, ROWS, num_tokens * group // ROWS + len(given.num_keys))

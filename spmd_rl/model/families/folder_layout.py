@@ -15,24 +15,15 @@ BIAS = "_bias"  # how the name of the biases of all experts ends
 
 
 class ExpertPart(NamedTuple):
-    """An expert's tensor in a stacked one: `size` rows from `start` on, each `step`th.
+    """An expert's tensor in a stacked one: rows from `start` on, each `step`th.
 
     With `is_transposed`, they are columns of what the folder has.
     """
 
     expert: int
     start: int
-    size: int
     step: int = 1
     is_transposed: bool = False
-
-
-class NamedPart(NamedTuple):
-    """The part that is the expert's tensor `name`, below its mixture's `experts`."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: ExpertPart
 
 
 @dataclass(frozen=True)
@@ -59,9 +50,12 @@ class FolderLayout:
             name = name.replace(own, theirs)
         return name
 
-    def parts(self, kind: str, shape: tuple[int, ...], in_rows: bool) -> Iterator[NamedPart]:
+    def parts(
+        self, kind: str, shape: tuple[int, ...], in_rows: bool
+    ) -> Iterator[tuple[str, tuple[int, ...], ExpertPart]]:
         """Yield what a tensor with this last name and shape holds; nothing if it holds no experts.
 
+        It is each expert's tensor: its name below the mixture's `experts`, its shape and part.
         `in_rows` says that an interleaved weight is not transposed, as one in few bits.
         """
         is_bias = self.is_interleaved and kind.endswith(BIAS)
@@ -75,10 +69,10 @@ class FolderLayout:
         whose = "bias" if is_bias else "weight"
         for expert in range(num_experts):
             for number, name in enumerate(names):
-                part = ExpertPart(expert, number * rows, rows, 1, is_transposed)
+                part = ExpertPart(expert, number * rows, 1, is_transposed)
                 if self.is_interleaved:
                     part = part._replace(start=number, step=len(names))
-                yield NamedPart(f"{expert}.{name}.{whose}", (rows, *columns), part)
+                yield f"{expert}.{name}.{whose}", (rows, *columns), part
 
 
 PLAIN = FolderLayout()

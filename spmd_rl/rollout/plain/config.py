@@ -40,7 +40,8 @@ def in_place_of(native: NativeEngineConfig) -> PlainEngineConfig:
     own = {one.name for one in fields(PlainEngineConfig)} - {"kind"}
     values: dict[str, Any] = {one.name: getattr(native, one.name) for one in fields(native)}
     for one in fields(native):
-        if one.name not in {*own, "kind"} and values[one.name] != one.default is not MISSING:
+        is_set = one.default is not MISSING and values[one.name] != one.default
+        if is_set and one.name not in {*own, "kind"}:
             raise ConfigError(
                 f"engine.{one.name} = {values[one.name]!r} is for engine.kind = 'native': a model "
                 "that transformers computes has the plain engine"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
 from spmd_rl.kernels.latents.of_heads import linear_of_heads
-from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
+from spmd_rl.kernels.latents.sizes import LatentSizes
+from spmd_rl.kernels.row_tiles.tiles import PAGE
 from spmd_rl.kernels.runtime.padding import pad_rows
 from spmd_rl.model.layers.layer import CacheSpec
 from tests.unit.kernels.latents.latent_case import (

@@ -180,6 +180,34 @@ def test_a_broken_folder_in_mxfp4_is_refused(broken: str, said: str, tmp_path: P
         dict(model_weights(tmp_path, read_spec(tmp_path).parameter_shapes()))
 
 
+def test_mxfp4_of_another_family_is_refused(tmp_path: Path) -> None:
+    """Its stacked tensors would say nothing of how gates and units lie."""
+    in_mxfp4(tmp_path / "coded")
+    both(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 97,
+            "hidden_size": 96,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 64,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+        },
+        tmp_path / "plain",
+    )
+    file = tmp_path / "plain" / "model.safetensors"
+    codes = load_file(tmp_path / "coded" / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    coded = {key: codes[key] for key in (f"{name}_blocks", f"{name}_scales")}
+    save_file(load_file(file) | coded, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="as MXFP4: quantized weights are not read"):
+        dict(model_weights(tmp_path / "plain", read_spec(tmp_path / "plain").parameter_shapes()))
+
+
 def test_experts_have_no_adapters(tmp_path: Path) -> None:
     """PEFT has none for experts that are stacked, so a folder could not say them."""
     (tmp_path / "config.json").write_text(json.dumps(BASE))

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
+from spmd_rl.kernels.latents.sizes import LatentSizes
+from spmd_rl.kernels.row_tiles.tiles import PAGE
 
 
 class LatentRows(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.latents.backend import PackedLatents, PagedLatents
 from spmd_rl.kernels.latents.of_heads_triton import products_of_heads
-from spmd_rl.kernels.latents.tiles import LatentSizes
+from spmd_rl.kernels.latents.sizes import LatentSizes
 from spmd_rl.kernels.rowwise.kv_write_triton import write_rows
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract, unproven
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.latents import backend
-from spmd_rl.kernels.latents.tiles import LatentSizes
+from spmd_rl.kernels.latents.sizes import LatentSizes
 from spmd_rl.kernels.runtime.padding import pad_rows
 from spmd_rl.model.layers.layer import CacheSpec
 from spmd_rl.model.read import read_spec

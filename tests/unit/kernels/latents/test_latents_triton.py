@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spmd_rl.kernels import unproven
 from spmd_rl.kernels.attention.backend import attention_backend
-from spmd_rl.kernels.latents.tiles import PAGE, LatentSizes
+from spmd_rl.kernels.latents.sizes import LatentSizes
+from spmd_rl.kernels.row_tiles.tiles import PAGE
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.kernels.latents.tiles import PAGE, Sequences, sequences_of, tiles_of
+from spmd_rl.kernels.row_tiles.tiles import PAGE, Sequences, sequences_of, tiles_of
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,7 @@
-"""Which rows and which keys a program of attention to latents takes, found on the device.
+"""Which rows and which keys a program of attention takes, found on the device.
 
-A row is a pair of a token and a head; those of a sequence are numbered token by token.
+A row is a pair of a token and one of the heads that share its keys. Those of a sequence are
+numbered token by token.
 """
 
 from __future__ import annotations
@@ -15,16 +16,7 @@ from torch.nn.functional import pad
 
 from spmd_rl.kernels.runtime.upload import upload
 
-# queries are brought to latents, and what attention gives is brought from them, on both sides
-MLA_RULE = "absorbed-v1"
 PAGE = 64  # tokens; no block of keys crosses a page
-
-
-class LatentSizes(NamedTuple):
-    """Elements of a key: its latent part, which is the value too, and before it a rotary one."""
-
-    latent: int
-    rotary: int
 
 
 class Sequences(NamedTuple):
@@ -42,7 +34,7 @@ class Sequences(NamedTuple):
     unit: int
 
 
-class LatentTiles(NamedTuple):
+class RowTiles(NamedTuple):
     """Tiles of `height` rows, each of one sequence.
 
     `table` [5, N] int32 says of each: the sequence's first new token and its rows, how many tokens
@@ -71,7 +63,39 @@ def sequences_of(lengths: NDArray[np.int64], device: torch.device) -> Sequences:
     return Sequences(bounds, num_keys, at, first, unit=1)
 
 
-def tiles_of(given: Sequences, heads: int, height: int, most: int) -> LatentTiles:
+def sequences_in_pages(
+    pages: Tensor, num_keys: Tensor, bounds: Tensor, page_size: int
+) -> Sequences:
+    """Return sequences whose keys lie in pages. Shape: pages [B, P], others as in `Sequences`."""
+    batch, width = pages.shape
+    first_page = torch.arange(batch, device=pages.device) * width
+    return Sequences(bounds, num_keys, pages.flatten(), first_page, page_size)
+
+
+class PackedTiles:
+    """Tiles of sequences that lie end to end, for any number of rows with padding."""
+
+    def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
+        self._lengths, self._device = lengths, device
+        self._kept: dict[tuple[int, int], tuple[RowTiles, RowTiles]] = {}
+
+    def of(self, num_rows: int, heads: int, height: int) -> tuple[RowTiles, RowTiles]:
+        """Return the tiles of rows, and of keys. Padding is one more sequence."""
+        if (num_rows, heads) not in self._kept:
+            padding = num_rows - int(self._lengths.sum())
+            lengths = np.append(self._lengths, padding) if padding else self._lengths
+            given = sequences_of(lengths, self._device)
+            of_keys = tiles_of(given, 1, PAGE, len(given.pages))
+            self._kept[num_rows, heads] = row_tiles(given, heads, height, num_rows), of_keys
+        return self._kept[num_rows, heads]
+
+
+def row_tiles(given: Sequences, heads: int, height: int, num_tokens: int) -> RowTiles:
+    """Cut the rows of at most `num_tokens` tokens."""
+    return tiles_of(given, heads, height, num_tokens * heads // height + len(given.num_keys))
+
+
+def tiles_of(given: Sequences, heads: int, height: int, most: int) -> RowTiles:
     """Cut the rows of all sequences into tiles, at most `most`; the host reads nothing."""
     lengths = given.bounds.diff()
     counts = lengths * heads
@@ -80,7 +104,7 @@ def tiles_of(given: Sequences, heads: int, height: int, most: int) -> LatentTile
     known = [given.bounds[:-1], counts, given.num_keys - lengths, given.first_page]
     facts = pad(torch.stack(known).int(), (0, 1))  # nobody has no rows
     table = torch.cat([facts[:, owner], (nth * height).int()[None]])
-    return LatentTiles(table, height, given.pages.int(), given.unit)
+    return RowTiles(table, height, given.pages.int(), given.unit)
 
 
 def _owners(numbers: Tensor, most: int) -> tuple[Tensor, Tensor]:

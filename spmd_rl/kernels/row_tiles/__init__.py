@@ -1,0 +1,1 @@
+"""Tiles of attention's rows, of which each program of a kernel takes one."""
